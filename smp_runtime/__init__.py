@@ -1,0 +1,1 @@
+"""Model-parallel training of unmodified PyTorch models."""

@@ -1,0 +1,58 @@
+"""Every error that this package raises on purpose.
+
+All derive from `SMPError`. Those for a user's mistake are also the built-in error that plain
+PyTorch code would raise, so that an `except ValueError` written for it still works.
+"""
+
+
+class SMPError(RuntimeError):
+    """An error raised by this package."""
+
+
+class ConfigError(SMPError, ValueError):
+    """A setting is unknown, out of range, or in conflict with another one."""
+
+
+class PartitionError(SMPError, ValueError):
+    """The modules of the model cannot be assigned to the pipeline ranks as asked."""
+
+
+class ScheduleError(SMPError):
+    """The actions of a step cannot be put in an order that ends."""
+
+
+class MicrobatchError(SMPError, ValueError):
+    """A step's arguments cannot be split into equal microbatches."""
+
+
+class NotSupportedError(SMPError, NotImplementedError):
+    """The request is valid, but this version cannot fulfil it."""
+
+
+class PathMismatchError(SMPError):
+    """Two ranks took different paths through the same step."""
+
+
+class PeerError(SMPError):
+    """Another rank failed, so this one cannot go on.
+
+    Args:
+        message: what is known of the failure.
+        rank: the global rank that failed first, None where nobody could tell.
+    """
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[type["PeerError"], tuple[str, int | None]]:
+        # The default passes `self.args` only and would lose the rank on its way between processes.
+        return type(self), (str(self), self.rank)
+
+
+class WaitTimeoutError(SMPError, TimeoutError):
+    """A wait for another rank took longer than the setting `timeout` allows."""
+
+
+class UsageError(SMPError):
+    """A function was called at a time or place where it has no meaning."""
