@@ -1,0 +1,1 @@
+"""Ways to start a run: `python -m launch` in the checkout, `smprun` once installed."""
