@@ -183,6 +183,7 @@ class _Planner:
         beat = (Kind.FORWARD,) if self.forward_only else (Kind.BACKWARD, Kind.FORWARD)
         # The last action of all is on the last stage of an evaluation, or on the first stage.
         while (self.forwards[-1] if self.forward_only else self.backwards[0]) < self.m:
+            begun = sum(self.forwards) + sum(self.backwards)
             for kind in beat:
                 # All ranks choose before any acts: nobody uses what another makes in this beat.
                 chosen = [self.best(kind, rank) for rank in range(len(self.stages))]
@@ -190,6 +191,7 @@ class _Planner:
                     if action is not None:
                         order.append(action)
                         self.taken(kind)[action.stage] += 1
+            assert sum(self.forwards) + sum(self.backwards) > begun, "no action is ready"
         return tuple(map(tuple, orders))
 
     def best(self, kind: Kind, rank: int) -> Action | None:
