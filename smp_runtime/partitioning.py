@@ -1,0 +1,255 @@
+"""Assigns every module of a model to a pipeline rank.
+
+The row of atoms in execution order is cut into contiguous stages so that the slowest rank is as
+fast as it can be and every rank's memory suffices; ranks then take the stages in turn. Shared
+parameters bend the row: either all their users move to one rank, which is then visited twice, or
+each user's rank holds a copy. Manual placement only replaces the cutting.
+
+>>> print(partition(trace_model(model, (input_ids,)).root, 2).table())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Literal
+
+from .assignment import assemble
+from .atoms import Atom, atoms_at_level, charge
+from .balance import Budget, Item, SharedGroup, StageCosts, balanced_cuts
+from .errors import PartitionError
+from .manual_assignment import ranks_from_pins
+from .module_tree import ModuleNode
+from .partition_table import Partition
+
+__all__ = ["Partition", "partition"]
+
+Tied = Literal["auto", "together", "copy"]
+
+WORTH_OPENING = 0.95
+"""Blocks are cut inside only if the slowest stage then costs less than this share of before."""
+
+EXCHANGE = 5e-10
+"""Seconds per byte and microbatch for summing the gradient of a copied parameter: about one
+gigabyte per second between the holders, spread over a few microbatches per step."""
+
+ANCHOR_TRIALS = 64
+"""How many ways to gather the users of shared parameters are tried at most."""
+
+
+def partition(
+    root: ModuleNode,
+    num_partitions: int,
+    *,
+    stages_per_rank: int = 1,
+    memory_weight: float = 0.0,
+    tied: Tied = "auto",
+    num_in_flight: Callable[[int], int] | None = None,
+    memory_limit: int | None = None,
+    pinned: Mapping[str, int] | None = None,
+    default_partition: int | None = None,
+) -> Partition:
+    """Assigns every module below `root` to one of `num_partitions` ranks.
+
+    Args:
+        root: the costs of the model, from `trace_model`.
+        num_partitions: number of pipeline ranks.
+        stages_per_rank: more than 1 deals that many stages to each rank in turn (looped).
+        memory_weight: 0 balances compute, 1 memory, between them the blend of both shares.
+        tied: whether the users of a shared parameter are placed together, or each holds a copy;
+            ``"auto"`` takes what leaves the faster slowest rank.
+        num_in_flight: microbatches that a stage holds at once; by default what the interleaved
+            schedule allows, one less per stage.
+        memory_limit: bytes that one rank may hold.
+        pinned: rank by module path, for manual placement; the innermost path wins.
+        default_partition: rank of what is not pinned. With it or `pinned`, placement is manual.
+
+    Raises:
+        PartitionError: a rank would stay empty, memory does not suffice, or pins contradict.
+    """
+    num_stages = num_partitions * stages_per_rank
+    in_flight = num_in_flight or (lambda stage: max(1, num_stages - stage))
+    if pinned is not None or default_partition is not None:
+        ranks = ranks_from_pins(root, num_partitions, pinned or {}, default_partition, tied)
+        return assemble(root, ranks, num_partitions, in_flight, memory_limit)
+    if num_stages == 1:
+        ranks = {name: 0 for name, _ in root.facts()}
+        return assemble(root, ranks, num_partitions, in_flight, memory_limit)
+    limit = None if memory_limit is None else memory_limit / stages_per_rank
+    cut = _best_cut(root, num_stages, tied, Budget(memory_weight, in_flight, limit))
+    ranks = _ranks_in_order_of_visit(cut, num_partitions)
+    return assemble(root, ranks, num_partitions, in_flight, memory_limit, slowest=cut.slowest)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """The atoms and the stage of each; `slowest` is the largest cost of a stage."""
+
+    atoms: Sequence[Atom]
+    stages: tuple[int, ...]
+    slowest: float
+
+
+def _best_cut(root: ModuleNode, num_stages: int, tied: Tied, budget: Budget) -> _Cut:
+    """Opens the blocks level by level as long as that makes the slowest stage clearly faster."""
+    best: _Cut | None = None
+    atoms: tuple[Atom, ...] = ()
+    level = 0
+    while len(finer := atoms_at_level(root, level)) != len(atoms):
+        atoms = finer
+        level += 1
+        cut = _cut(root, atoms, num_stages, tied, budget)
+        if cut is not None and (best is None or cut.slowest < WORTH_OPENING * best.slowest):
+            best = cut
+    if best is not None:
+        return best
+    if len(atoms) < num_stages:
+        raise PartitionError(
+            f"{num_stages} partitions but only {len(atoms)} placeable modules: use a smaller "
+            f"pipeline_parallel_degree, at most {len(atoms)}"
+        )
+    if budget.limit is not None:
+        raise PartitionError(
+            f"no cut into {num_stages} stages keeps every stage below {budget.limit:.0f} bytes: "
+            "use more ranks, fewer active_microbatches or a larger memory limit"
+        )
+    raise PartitionError(
+        f"{num_stages} partitions but fewer placeable modules where those that share a parameter "
+        f"stay together ({len(atoms)} in all): set tied_weights to 'copy' or 'auto'"
+    )
+
+
+def _cut(
+    root: ModuleNode, atoms: Sequence[Atom], num_stages: int, tied: Tied, budget: Budget
+) -> _Cut | None:
+    """Returns the best cut between these atoms, None if there is none."""
+    if len(atoms) < num_stages:
+        return None
+    items, shared = _items(root, atoms)
+    if not shared:
+        return _cut_items(atoms, items, {}, list(range(len(atoms))), num_stages, budget)
+    cuts: list[_Cut] = []
+    if tied != "copy":
+        cuts.extend(_cuts_together(atoms, items, shared, num_stages, budget))
+    if tied != "together":
+        in_place = list(range(len(atoms)))
+        copied = _cut_items(atoms, items, shared, in_place, num_stages, budget)
+        cuts.extend([copied] if copied else [])
+    return min(cuts, key=lambda cut: cut.slowest, default=None)
+
+
+def _cut_items(
+    atoms: Sequence[Atom],
+    items: Sequence[Item],
+    shared: Mapping[int, SharedGroup],
+    item_of: Sequence[int],
+    num_stages: int,
+    budget: Budget,
+) -> _Cut | None:
+    """Cuts a row of items; `item_of` tells for each atom which item it belongs to."""
+    cost = StageCosts(items, shared, budget)
+    starts = balanced_cuts(len(items), num_stages, cost, cost.slack())
+    if starts is None:
+        return None
+    ends = [*starts[1:], len(items)]
+    stages = [stage for stage in range(num_stages) for _ in range(starts[stage], ends[stage])]
+    slowest = max(cost(stage, starts[stage], ends[stage]) for stage in range(num_stages))
+    return _Cut(atoms, tuple(stages[item] for item in item_of), slowest)
+
+
+def _cuts_together(
+    atoms: Sequence[Atom],
+    items: Sequence[Item],
+    shared: Mapping[int, SharedGroup],
+    num_stages: int,
+    budget: Budget,
+) -> Iterator[_Cut]:
+    """Yields the best cut for each way to gather the users of shared parameters at one of them."""
+    clusters = _clusters(items)
+    choices: list[tuple[int, ...]] = [tuple(cluster) for cluster in clusters]
+    if prod(map(len, choices)) > ANCHOR_TRIALS:
+        choices = [(cluster[0], cluster[-1]) for cluster in clusters]
+    if prod(map(len, choices)) > ANCHOR_TRIALS:
+        choices = [(cluster[0],) for cluster in clusters]
+    for anchors in product(*choices):
+        anchor_of = {
+            user: anchor
+            for cluster, anchor in zip(clusters, anchors, strict=True)
+            for user in cluster
+        }
+        kept = [i for i in range(len(items)) if anchor_of.get(i, i) == i]
+        members = {i: [j for j in anchor_of if anchor_of[j] == i] or [i] for i in kept}
+        merged = [_merged([items[j] for j in members[i]], shared) for i in kept]
+        position = {i: at for at, i in enumerate(kept)}
+        item_of = [position[anchor_of.get(i, i)] for i in range(len(items))]
+        cut = _cut_items(atoms, merged, {}, item_of, num_stages, budget)
+        if cut is not None:
+            yield cut
+
+
+def _merged(items: Sequence[Item], shared: Mapping[int, SharedGroup]) -> Item:
+    groups = {group for item in items for group in item.groups}
+    return Item(
+        sum(item.compute for item in items),
+        sum(item.state_bytes for item in items)
+        + sum(shared[group].state_bytes for group in groups),
+        sum(item.activation_bytes for item in items),
+    )
+
+
+def _clusters(items: Sequence[Item]) -> list[list[int]]:
+    """Returns the sets of items that shared parameters hold together, directly or over others."""
+    clusters: list[tuple[set[int], set[int]]] = []
+    for index, item in enumerate(items):
+        if not item.groups:
+            continue
+        members, groups = {index}, set(item.groups)
+        for cluster in [cluster for cluster in clusters if cluster[1] & groups]:
+            clusters.remove(cluster)
+            members |= cluster[0]
+            groups |= cluster[1]
+        clusters.append((members, groups))
+    return sorted(sorted(members) for members, _ in clusters)
+
+
+def _items(root: ModuleNode, atoms: Sequence[Atom]) -> tuple[list[Item], dict[int, SharedGroup]]:
+    """Returns the atoms as items to balance, and the parameters that several of them use."""
+    users: dict[int, set[int]] = {}
+    facts = {}
+    for index, atom in enumerate(atoms):
+        for _, fact in atom.facts:
+            users.setdefault(fact.group, set()).add(index)
+            facts[fact.group] = fact
+    shared = {
+        group: SharedGroup(
+            facts[group].state_bytes,
+            facts[group].bytes * EXCHANGE if facts[group].requires_grad else 0.0,
+        )
+        for group, indices in users.items()
+        if len(indices) > 1
+    }
+    charges = charge(root, [atom.node for atom in atoms])
+    items = []
+    for atom in atoms:
+        own = {fact.group: fact for _, fact in atom.facts}
+        items.append(
+            Item(
+                charges[atom.node.path].compute,
+                sum(fact.state_bytes for group, fact in own.items() if group not in shared),
+                charges[atom.node.path].activation_bytes,
+                frozenset(group for group in own if group in shared),
+            )
+        )
+    return items, shared
+
+
+def _ranks_in_order_of_visit(cut: _Cut, num_partitions: int) -> dict[str, int]:
+    """Deals the stages to ranks in turn; ranks are numbered as execution first visits them."""
+    numbers: dict[int, int] = {}
+    ranks = {}
+    for atom, stage in zip(cut.atoms, cut.stages, strict=True):
+        rank = numbers.setdefault(stage % num_partitions, len(numbers))
+        ranks.update({name: rank for name, _ in atom.facts})
+    return ranks
