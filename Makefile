@@ -45,7 +45,7 @@ types: setup
 	$(BIN)/mypy
 
 floors: setup
-	$(BIN)/lint-imports --no-cache
+	$(BIN)/lint-imports --no-cache --no-logo
 
 bench: setup ## compare with one process, torch's pipelining and data parallelism
 	$(BIN)/python examples/benchmarks
