@@ -1,6 +1,7 @@
 """A model's partition and the memory of each rank, from the shapes alone: no weights, no ranks."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -55,9 +56,11 @@ def meta_model(name: str) -> PreTrainedModel:
         shape: PretrainedConfig = AutoConfig.from_pretrained(path if path.exists() else name)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the shape of the model {name!r}: {error}") from error
+    build: Any = AutoModelForCausalLM.from_config  # transformers gives it no types
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(shape)
-    return model.train()
+        model: PreTrainedModel = build(shape)
+    model.train()
+    return model
 
 
 def model_partition(
@@ -73,4 +76,5 @@ def model_partition(
         memory_weight=config.memory_weight,
         tied=config.tied_weights,
         num_in_flight=chain_plan(config).peak_stashed,
+        default_partition=None if config.auto_partition else config.default_partition,
     )
