@@ -1,6 +1,7 @@
 """The inside of a forked rank: from its first line to its exit code. `worlds.py` is the outside."""
 
 import atexit
+import ctypes
 import faulthandler
 import gc
 import logging
@@ -90,6 +91,9 @@ def run_rank(
 
 def take(seat: Seat) -> None:
     """Cuts the process off from the test session and sets it up as a launcher would."""
+    if sys.platform == "linux":
+        die_with_parent = 1  # PR_SET_PDEATHSIG: a killed test session leaves no rank behind
+        ctypes.CDLL(None).prctl(die_with_parent, signal.SIGKILL)
     atexit._clear()  # the session's exit functions are not ours to run
     logging.getLogger().handlers.clear()  # nor do its handlers write to our standard error
     for descriptor, kind in ((1, "out"), (2, "err")):

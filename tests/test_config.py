@@ -123,10 +123,6 @@ def test_takes_every_placement_strategy() -> None:
         assert Config(placement_strategy=strategy).placement_strategy == strategy
 
 
-def test_whole_floats_are_counts() -> None:
-    assert Config(sdp_reduce_bucket_size=5e8).sdp_reduce_bucket_size == 500_000_000
-
-
 @pytest.mark.parametrize(
     ("key", "nearest"),
     [

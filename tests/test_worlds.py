@@ -4,6 +4,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -36,12 +38,14 @@ def test_sets_the_environment_of_a_launcher() -> None:
 def test_ranks_talk_and_differentiate() -> None:
     def body() -> list[float]:
         weight = torch.ones(3, requires_grad=True)
-        (weight * (dist.get_rank() + 1)).sum().backward()
+        torch.autograd.backward((weight * (dist.get_rank() + 1)).sum())
         assert weight.grad is not None
         dist.all_reduce(weight.grad)
         return weight.grad.tolist()
 
-    torch.ones(1, requires_grad=True).sum().backward()  # a backward here does not spoil theirs
+    torch.autograd.backward(
+        torch.ones(1, requires_grad=True).sum()
+    )  # one here does not spoil theirs
     assert run_world(2, body) == [[3.0] * 3] * 2
 
 
@@ -144,6 +148,40 @@ def test_a_timeout_shows_the_stacks_and_leaves_nothing(
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert list(tmp_path.iterdir()) == [pid_file]
+
+
+def is_running(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rsplit(")")[-1].split()[0] != "Z"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems cannot tie processes")
+def test_a_killed_session_leaves_no_rank_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # what a killed session cannot tidy up
+    pid_file = tmp_path / "pid"
+
+    def body() -> None:
+        (tmp_path / "new").write_text(str(os.getpid()))
+        (tmp_path / "new").rename(pid_file)
+        time.sleep(30)
+
+    session = get_context("fork").Process(target=run_world, args=(1, body))
+    session.start()
+    try:
+        wait_until(pid_file.exists)
+    finally:
+        session.kill()
+        session.join()
+    wait_until(lambda: not is_running(int(pid_file.read_text())))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_expected_failures_are_described() -> None:
