@@ -43,9 +43,8 @@ def test_ranks_talk_and_differentiate() -> None:
         dist.all_reduce(weight.grad)
         return weight.grad.tolist()
 
-    torch.autograd.backward(
-        torch.ones(1, requires_grad=True).sum()
-    )  # one here does not spoil theirs
+    # A backward in this process does not spoil theirs.
+    torch.autograd.backward(torch.ones(1, requires_grad=True).sum())
     assert run_world(2, body) == [[3.0] * 3] * 2
 
 
