@@ -68,9 +68,9 @@ def model_partition(
 ) -> Partition:
     """Traces a model with one microbatch of token ids that are their own labels."""
     tokens = torch.zeros(samples, sequence_length, dtype=torch.long, device="meta")
-    root = trace_model(model, (), {"input_ids": tokens, "labels": tokens})
+    trace = trace_model(model, (), {"input_ids": tokens, "labels": tokens})
     return partition(
-        root,
+        trace.root,
         config.pipeline_parallel_degree,
         stages_per_rank=config.stages_per_rank,
         memory_weight=config.memory_weight,
