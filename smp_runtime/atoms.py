@@ -41,7 +41,7 @@ class Atom:
 
 
 def is_placeable(node: ModuleNode) -> bool:
-    """Returns whether the module is called and needs nothing from outside, so that it can be placed."""
+    """Returns whether the module is called and needs nothing from outside: it can be placed."""
     return node.num_calls > 0 and node.is_closed
 
 

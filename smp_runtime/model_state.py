@@ -1,0 +1,104 @@
+"""Remembers the Python state of a model, so that a trial run leaves no trace.
+
+What is remembered are references: every attribute of every module, and the contents of the lists,
+dicts and sets, and of the user's own objects, that can be reached from there. The values of
+tensors are not copied; who writes to one saves it first.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["ModelState"]
+
+HOOK_ATTRIBUTES = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+class ModelState:
+    """The Python state of a model at the time of construction.
+
+    Args:
+        model: the model.
+        others: more objects to look through, such as arguments of a call.
+    """
+
+    def __init__(self, model: nn.Module, *others: Any) -> None:
+        self._modules = list(model.modules())
+        self._containers: list[tuple[Any, Any]] = []
+        self.tensors: list[torch.Tensor] = []
+        self._remember([model, *others])
+
+    def restore(self) -> None:
+        """Puts everything back where it was, in the same containers."""
+        for container, contents in self._containers:
+            if isinstance(container, (list, deque)):
+                container.clear()
+                container.extend(contents)
+            else:
+                container.clear()
+                container.update(contents)
+
+    def remove_hooks(self) -> None:
+        """Takes all hooks off the modules; `restore` brings them back."""
+        for module in self._modules:
+            for name in HOOK_ATTRIBUTES:
+                vars(module)[name].clear()
+
+    def replace_tensors(self, replace: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replaces every tensor that is held directly by a remembered list or dict."""
+        for container, contents in self._containers:
+            if isinstance(contents, dict):
+                places: Iterator[tuple[Any, Any]] = iter(contents.items())
+            elif isinstance(contents, list):
+                places = iter(enumerate(contents))
+            else:
+                continue
+            for place, value in places:
+                if isinstance(value, torch.Tensor):
+                    container[place] = replace(value)
+
+    def _remember(self, found: list[Any]) -> None:
+        seen: set[int] = set()
+        while found:
+            value = found.pop()
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            if isinstance(value, torch.Tensor):
+                self.tensors.append(value)
+            elif isinstance(value, (list, set, deque)):
+                self._containers.append((value, copy.copy(value)))
+                found.extend(value)
+            elif isinstance(value, dict):
+                self._containers.append((value, dict(value)))
+                found.extend(value.values())
+            elif isinstance(value, tuple):
+                found.extend(value)
+            elif _has_state(value):
+                # An instance may fill its attributes through `__dict__` only.
+                found.append(vars(value))
+
+
+def _has_state(value: Any) -> bool:
+    """Whether to look into the attributes of an object: modules, and the user's own objects."""
+    if isinstance(value, nn.Module):
+        return True
+    if isinstance(value, type) or not hasattr(value, "__dict__") or callable(value):
+        return False
+    package = type(value).__module__.partition(".")[0]
+    return package == "__main__" or not (package in sys.stdlib_module_names or package == "torch")

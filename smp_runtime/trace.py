@@ -1,0 +1,299 @@
+"""The one run of a model that finds out in which order its modules run and what they cost.
+
+It runs on fake tensors: no weights, no data, seconds for a model of any size. Where a model
+looks at values, it runs for real; where it cannot, the declared order has to do. In every case
+the model is afterwards as it was before.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+
+from . import device
+from .call_recorder import CallRecorder, Record
+from .model_state import ModelState
+from .module_tree import ModuleNode, ParameterFact, join_path
+from .op_cost import ACCELERATOR, CPU, Machine
+from .rng import host_random_state, set_host_random_state
+from .trees import iter_tensors, map_tensors
+
+__all__ = ["Trace", "trace_model"]
+
+Source = Literal["fake", "real", "measured", "declared"]
+
+DECLARED_TOKENS = 512
+"""Assumed rows of each module's input where no run tells."""
+
+MEASURED_RUNS = 3
+"""Of several measured runs the last counts: the first ones load code and caches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What a run of the model showed.
+
+    Args:
+        root: the tree of costs; `compute` is in seconds for forward and backward.
+        drawing_modules: paths of the modules that draw random numbers themselves.
+        source: how the costs were found.
+    """
+
+    root: ModuleNode
+    drawing_modules: frozenset[str]
+    source: Source
+
+
+def trace_model(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    measure_times: bool = False,
+) -> Trace:
+    """Runs `model` once and returns what it showed; leaves the model as it was.
+
+    Hooks on the modules do not fire, unless the forward fails without them.
+
+    Args:
+        model: any module, also on the meta device.
+        args: example arguments, with the sizes of one microbatch; values matter only where the
+            model looks at them.
+        kwargs: example keyword arguments.
+        measure_times: run on the real parameters and measure, instead of modelling the times.
+    """
+    kwargs = dict(kwargs or {})
+    is_meta = any(t.is_meta or isinstance(t, FakeTensor) for t in _all_tensors(model, args, kwargs))
+    attempts: list[Source] = ["fake"] if is_meta else ["fake", "real"]
+    if measure_times and not is_meta:
+        attempts = ["measured"]
+    reasons = []
+    for source in attempts:
+        for with_hooks in (False, True):
+            try:
+                return _run(model, args, kwargs, source, with_hooks=with_hooks)
+            except Exception as error:  # noqa: BLE001 (whatever the user's forward raises)
+                reasons.append(f"{source}: {type(error).__name__}: {error}")
+    warnings.warn(
+        "the model could not be traced, so it is partitioned in its declared order, by the size "
+        f"of its parameters ({'; '.join(dict.fromkeys(reasons))})",
+        stacklevel=2,
+    )
+    return _declared(model)
+
+
+def _run(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    source: Source,
+    *,
+    with_hooks: bool,
+) -> Trace:
+    state = ModelState(model, args, kwargs)
+    target = _device_of(state.tensors)
+    machine = CPU if target.type == "cpu" else ACCELERATOR
+    with _random_state_kept(), _written_restored(state) as before_write:
+        try:
+            if not with_hooks:
+                state.remove_hooks()
+            if source == "fake":
+                recorder, fakes = _run_fake(model, args, kwargs, state, target, machine)
+            else:
+                fakes = {}
+                for _ in range(MEASURED_RUNS if source == "measured" else 1):
+                    recorder = CallRecorder(
+                        model, machine, measure=source == "measured", before_write=before_write
+                    )
+                    _call(model, args, kwargs, recorder)
+        finally:
+            state.restore()
+    uses = {
+        id(tensor): recorder.first_use_of(fakes.get(id(tensor), tensor))
+        for tensor in [*model.parameters(), *model.buffers()]
+    }
+    root = _tree(model, recorder.record, uses)
+    return Trace(root, frozenset(recorder.record.drawing), source)
+
+
+def _run_fake(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    state: ModelState,
+    target: torch.device,
+    machine: Machine,
+) -> tuple[CallRecorder, dict[int, torch.Tensor]]:
+    """Runs the model with fake tensors in the place of all its own."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes: dict[int, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in fakes:
+            device_ = target if tensor.is_meta else tensor.device
+            with mode:
+                made = torch.empty_strided(
+                    tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device_
+                )
+            if isinstance(tensor, nn.Parameter):
+                made = nn.Parameter(made, tensor.requires_grad)
+            elif tensor.requires_grad:
+                made.requires_grad_()
+            fakes[id(tensor)] = made
+        return fakes[id(tensor)]
+
+    fake_args, fake_kwargs = map_tensors(fake, (tuple(args), dict(kwargs)))
+    state.replace_tensors(fake)
+    recorder = CallRecorder(model, machine)
+    with mode, _quiet():
+        _call(model, fake_args, fake_kwargs, recorder)
+    return recorder, fakes
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps torch from logging what does not work on fake tensors: there is another way."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled
+
+
+def _call(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], recorder: CallRecorder
+) -> None:
+    # Nothing that is saved is kept, so the graph takes no memory; it is never run.
+    pack = saved_tensors_hooks(recorder.save, lambda _: None)
+    with torch.enable_grad(), recorder, pack:
+        model(*args, **kwargs)
+    recorder.close()
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """Puts every random generator back."""
+    torch_state, host_state = device.random_state(), host_random_state()
+    try:
+        yield
+    finally:
+        device.set_random_state(torch_state)
+        set_host_random_state(host_state)
+
+
+@contextmanager
+def _written_restored(state: ModelState) -> Iterator[Callable[[torch.Tensor], None]]:
+    """Yields what to call before a tensor is written to, so that it can be put back."""
+    known = {tensor.untyped_storage().data_ptr(): tensor for tensor in _stored(state.tensors)}
+    saved: dict[int, torch.Tensor] = {}
+
+    def before_write(tensor: torch.Tensor) -> None:
+        place = tensor.untyped_storage().data_ptr()
+        if place in known and place not in saved:
+            saved[place] = _flat(known[place]).clone()
+
+    try:
+        yield before_write
+    finally:
+        with torch.no_grad():
+            for place, values in saved.items():
+                _flat(known[place]).copy_(values)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns all of the memory behind a tensor."""
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return whole.set_(tensor.untyped_storage())
+
+
+def _stored(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [
+        tensor
+        for tensor in tensors
+        if tensor.layout is torch.strided
+        and not tensor.is_meta
+        and not isinstance(tensor, FakeTensor)
+    ]
+
+
+def _all_tensors(model: nn.Module, *nests: Any) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+    yield from iter_tensors(nests)
+
+
+def _device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
+    """Returns the device for fakes of meta tensors."""
+    return next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
+
+
+def _tree(model: nn.Module, record: Record, uses: Mapping[int, int | None]) -> ModuleNode:
+    """Makes the tree of a model from what was recorded."""
+    path_of = {id(module): path for path, module in model.named_modules()}
+    groups: dict[int, int] = {}
+
+    def fact(name: str, tensor: torch.Tensor, *, is_buffer: bool) -> ParameterFact:
+        return ParameterFact(
+            name=name,
+            group=groups.setdefault(id(tensor), len(groups)),
+            num_elements=tensor.numel(),
+            bytes=tensor.numel() * tensor.element_size(),
+            requires_grad=tensor.requires_grad,
+            is_buffer=is_buffer,
+            first_use=uses.get(id(tensor)),
+        )
+
+    def node(module: nn.Module, path: str) -> ModuleNode:
+        facts = [
+            fact(name, parameter, is_buffer=False)
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        facts += [
+            fact(name, buffer, is_buffer=True)
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        ]
+        children = [
+            node(child, join_path(path, name))
+            for name, child in module._modules.items()
+            # A module with several parents belongs to the first one.
+            if child is not None and path_of[id(child)] == join_path(path, name)
+        ]
+        return ModuleNode(
+            path=path,
+            type_name=type(module).__name__,
+            calls=tuple(record.calls.get(path, ())),
+            own_parameters=tuple(facts),
+            own_costs=tuple(record.costs.get(path, {}).values()),
+            output_bytes=record.output_bytes.get(path, 0),
+            children=tuple(children),
+            is_closed=path not in record.open_modules,
+            is_repeated_container=isinstance(module, (nn.ModuleList, nn.Sequential)),
+            is_opaque=path in record.opaque_modules,
+        )
+
+    return node(model, "")
+
+
+def _declared(model: nn.Module) -> Trace:
+    """Makes do without a run: modules in the order in which they are declared."""
+    record = Record()
+    for path, module in model.named_modules():
+        if type(module).forward is nn.Module.forward:
+            continue  # A mere container.
+        call = len(record.calls)
+        record.calls[path].append(call)
+        size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        record.add(path, call, seconds=6 * size * DECLARED_TOKENS / CPU.flops)
+    return Trace(_tree(model, record, {}), frozenset(record.calls), "declared")
