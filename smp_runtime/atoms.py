@@ -138,12 +138,17 @@ def _left_over(
             at = bisect_left(calls, first_use, key=lambda call: call[0])
             yield calls[min(at, len(calls) - 1)][1], (join_path(node.path, fact.name), fact)
     index_of = {id(node): index for index, node in enumerate(placed)}
+    user: dict[int, int] = {}
+    for index, node in enumerate(placed):
+        for _, fact in node.facts():
+            user.setdefault(fact.group, index)
     for node in opened:
         for child in node.children:
             if child.holds_parameters and not _is_called(child):
-                index = _last_sibling(child, opened, index_of)
-                for named in child.facts():
-                    yield index, named
+                named = list(child.facts())
+                # A module that only lends its parameters out goes with the first that borrows.
+                index = user.get(named[0][1].group, _last_sibling(child, opened, index_of))
+                yield from ((index, fact) for fact in named)
 
 
 def _last_sibling(child: ModuleNode, opened: list[ModuleNode], index_of: Mapping[int, int]) -> int:

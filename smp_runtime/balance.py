@@ -192,8 +192,8 @@ def _upper_bound(num_items: int, num_stages: int, cost: Cost, slack: float) -> f
 
     It only saves work: the programming above then skips every stage that costs more.
     """
-    low = 0.0
-    reached = high = num_stages * sum(cost(0, i, i + 1) for i in range(num_items))
+    low, reached = 0.0, inf
+    high = num_stages * sum(cost(0, i, i + 1) for i in range(num_items))
     if high == inf:
         return inf
     for _ in range(40):

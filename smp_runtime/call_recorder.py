@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -51,7 +52,7 @@ class _Frame:
     given: frozenset[StorageWeakRef]
 
 
-class CallRecorder(TorchDispatchMode):
+class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch has no types here
     """Records calls and operations while active.
 
     Args:
@@ -69,7 +70,7 @@ class CallRecorder(TorchDispatchMode):
         measure: bool = False,
         before_write: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call] # as above
         self.record = Record()
         self._machine = machine
         self._measure = measure
@@ -107,14 +108,15 @@ class CallRecorder(TorchDispatchMode):
         """Ends the run."""
         self._note_host_draws()
 
-    def save(self, tensor: torch.Tensor) -> None:
+    def save(self, tensor: torch.Tensor) -> Any:
         """Counts a tensor that autograd saves for backward; stands in for packing it."""
         key = _storage(tensor)
         if key is None or key in self._owners or key in self._saved:
-            return
+            return None
         self._saved.add(key)
         size = tensor.untyped_storage().nbytes()
         self.record.add(self._path(), self._origin.get(key, -1), saved_bytes=size)
+        return None
 
     def _path(self) -> str:
         return self._stack[-1].path if self._stack else ""
@@ -177,7 +179,7 @@ class CallRecorder(TorchDispatchMode):
         if self._before_write is not None and func._schema.is_mutable:
             self._save_written(func, args, kwargs)
         start = time.perf_counter()
-        result = func(*args, **kwargs)
+        result = _run(func, args, kwargs)
         if self._measure:
             device.synchronize()
         measured = time.perf_counter() - start
@@ -253,6 +255,14 @@ class CallRecorder(TorchDispatchMode):
                     self._before_write(tensor)
 
 
+def _run(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    # Torch 2.13 refuses float32 in grouped products of fake tensors, though not of real ones.
+    if func is torch.ops.aten._grouped_mm.default and isinstance(args[0], FakeTensor):
+        rows, weights = args[0], args[1]
+        return rows.new_empty([*rows.shape[:-1], weights.shape[-1]])
+    return func(*args, **kwargs)
+
+
 def _tensors(nest: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, torch.Tensor)]
 
@@ -260,7 +270,7 @@ def _tensors(nest: Any) -> list[torch.Tensor]:
 def _storage(tensor: torch.Tensor) -> StorageWeakRef | None:
     """Returns what views of one memory have in common; None for tensors without storage."""
     try:
-        return StorageWeakRef(tensor.untyped_storage())
+        return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call] # as above
     except (NotImplementedError, RuntimeError):
         return None
 

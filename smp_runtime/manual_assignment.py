@@ -26,11 +26,10 @@ def ranks_from_pins(
     """
     _check_pins(root, num_partitions, pinned, default_partition)
     named = list(_with_rank(root, pinned, default_partition))
-    homeless = [name for name, _, rank in named if rank is None]
-    if homeless:
+    if any(rank is None for _, _, rank in named):
         raise PartitionError(
-            f"no partition is given for {_listed(homeless)}: place these modules with "
-            "smp.partition or smp.set_partition, or set default_partition"
+            f"no partition is given for {_listed(list(_homeless(root, pinned)))}: place these "
+            "modules with smp.partition or smp.set_partition, or set default_partition"
         )
     ranks = {name: rank for name, _, rank in named if rank is not None}
     for rank in range(num_partitions):
@@ -75,6 +74,19 @@ def _with_rank(
         yield join_path(node.path, fact.name), fact, rank
     for child in node.children:
         yield from _with_rank(child, pinned, rank)
+
+
+def _homeless(node: ModuleNode, pinned: Mapping[str, int]) -> Iterator[str]:
+    """Yields the largest modules without any pin, and the parameters between them."""
+    if node.path in pinned or not node.holds_parameters:
+        return
+    if node.path and not any(below.path in pinned for below in node.walk()):
+        yield node.path
+        return
+    for fact in node.own_parameters:
+        yield join_path(node.path, fact.name)
+    for child in node.children:
+        yield from _homeless(child, pinned)
 
 
 def _check_together(named: list[tuple[str, ParameterFact, int | None]]) -> None:

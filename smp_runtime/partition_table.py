@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 __all__ = ["Partition", "RankShare", "Row"]
@@ -98,8 +98,7 @@ class Partition:
         widths = [max(len(line[i]) for line in [header, *lines]) for i in range(4)]
         text = [_aligned(line, widths) for line in [header, *lines]]
         for name, holders in self.holders.items():
-            ranks = ", ".join(map(str, holders))
-            text.append(f"shared parameter {name}: a copy on ranks {ranks}, gradients summed")
+            text.append(f"shared parameter {name}: copies on {_ranges(holders)}, gradients summed")
         if self.tied == "together":
             text.append("shared parameters: the modules of each are on one rank")
         text.extend(_summary(rank, share) for rank, share in enumerate(self.ranks))
@@ -124,8 +123,19 @@ class Partition:
 
 def _columns(row: Row) -> tuple[str, str, str, str]:
     path = "/".join(["main", *filter(None, row.path.split("."))])
-    ranks = ", ".join(map(str, row.ranks))
+    ranks = _ranges(row.ranks)
     return f"{path}: {ranks}", f"{row.num_parameters:,}", in_units(row.bytes), f"{row.cost:.1%}"
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """Returns ranks for people: ``0-3, 7``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _aligned(columns: tuple[str, str, str, str], widths: list[int]) -> str:

@@ -174,10 +174,13 @@ def _call(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], recorder: CallRecorder
 ) -> None:
     # Nothing that is saved is kept, so the graph takes no memory; it is never run.
-    pack = saved_tensors_hooks(recorder.save, lambda _: None)
-    with torch.enable_grad(), recorder, pack:
+    with torch.enable_grad(), recorder, saved_tensors_hooks(recorder.save, _unpack):
         model(*args, **kwargs)
     recorder.close()
+
+
+def _unpack(_: Any) -> torch.Tensor:
+    raise NotImplementedError("a forward that runs a backward cannot be traced")
 
 
 @contextmanager
