@@ -1,0 +1,70 @@
+"""The one file that knows which device and which communication backend there is."""
+
+from __future__ import annotations
+
+import resource
+from typing import Any
+
+import torch
+
+
+def has_accelerator() -> bool:
+    """Says whether this process computes on a CUDA device."""
+    return torch.cuda.is_available()
+
+
+def current_device() -> torch.device:
+    """Returns the device on which this rank's modules live."""
+    if has_accelerator():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def local(kind: torch.device) -> torch.device:
+    """Returns this rank's device of the type of `kind`."""
+    return current_device() if kind.type == "cuda" else kind
+
+
+def use_local_device(local_rank: int) -> None:
+    """Selects the accelerator of a local rank; several ranks may share one."""
+    if has_accelerator():
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+
+
+def default_backend() -> str:
+    """Returns the backend of torch.distributed that serves every tensor of this process."""
+    return "cpu:gloo,cuda:nccl" if has_accelerator() else "gloo"
+
+
+def random_state() -> tuple[Any, ...]:
+    """Returns the states of torch's generators: the CPU's and the current device's."""
+    if has_accelerator():
+        return torch.random.default_generator.get_state(), torch.cuda.get_rng_state()
+    return (torch.random.default_generator.get_state(),)
+
+
+def set_random_state(state: tuple[Any, ...]) -> None:
+    """Restores what `random_state` returned."""
+    torch.random.default_generator.set_state(state[0])
+    if len(state) > 1:
+        torch.cuda.set_rng_state(state[1])
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds torch's generators: the CPU's and the current device's."""
+    torch.random.default_generator.manual_seed(seed)
+    if has_accelerator():
+        torch.cuda.manual_seed(seed)
+
+
+def synchronize() -> None:
+    """Waits until the device has done what was asked of it."""
+    if has_accelerator():
+        torch.cuda.synchronize()
+
+
+def peak_memory() -> int:
+    """Peak bytes: allocated on the device, or resident in this process where there is none."""
+    if has_accelerator():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,151 @@
+"""Random streams that do not depend on which rank draws.
+
+Dropout must give the same masks at every pipeline degree. So every drawing operation gets a
+stream of its own, keyed by (seed, step, microbatch, module path, call of that module, draw
+within the call). Which modules draw is known from the trace. A draw in such a module is seeded
+just before it happens, in a placed module (`SeededDraws`) as in glue (`glue.GlueMode`), so the
+numbers are those of the key, wherever and in whatever order the microbatches run.
+
+Python's `random` and NumPy cannot be watched draw by draw: they are seeded when a drawing module
+is entered. What the user's own script draws outside the step is left alone.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from . import device
+
+DRAWING_FUNCTIONS = frozenset(
+    "dropout dropout_ dropout1d dropout2d dropout3d feature_dropout feature_dropout_ alpha_dropout "
+    "alpha_dropout_ feature_alpha_dropout feature_alpha_dropout_ native_dropout "
+    "scaled_dot_product_attention "
+    "multi_head_attention_forward bernoulli bernoulli_ rand randn randint rand_like randn_like "
+    "randint_like randperm multinomial normal normal_ uniform_ exponential_ geometric_ log_normal_ "
+    "cauchy_ random_ rrelu rrelu_ gumbel_softmax poisson binomial lstm gru rnn_tanh rnn_relu "
+    "fractional_max_pool2d fractional_max_pool3d".split()
+)
+
+
+def draws(function: Callable[..., Any]) -> bool:
+    """Says whether a torch function may use the generator."""
+    return getattr(function, "__name__", None) in DRAWING_FUNCTIONS
+
+
+class _Frame:
+    """One call of a module that draws, or the body itself (path None)."""
+
+    __slots__ = ("call", "num_draws", "path")
+
+    def __init__(self, path: str | None, call: int) -> None:
+        self.path = path
+        self.call = call
+        self.num_draws = 0
+
+
+class RandomStreams:
+    """The random streams of one microbatch of one step."""
+
+    def __init__(self, seed: int, step: int, microbatch: int) -> None:
+        self._key = (seed, step, microbatch)
+        self._calls: dict[str, int] = {}
+        self._frames = [_Frame(None, 0)]
+
+    @contextmanager
+    def module(self, path: str, *, with_host: bool) -> Iterator[None]:
+        """Makes what is drawn inside belong to the next call of the module at `path`.
+
+        Args:
+            path: the module's name in the user's model.
+            with_host: also seed Python's and NumPy's generators, which costs 0.1 ms; torch's own
+                modules don't need it.
+        """
+        call = self._calls.get(path, 0)
+        self._calls[path] = call + 1
+        frame = _Frame(path, call)
+        self._frames.append(frame)
+        saved = host_random_state() if with_host else None
+        if with_host:
+            seed_host(self._seed_of(frame))
+        try:
+            yield
+        finally:
+            self._frames.pop()
+            if saved is not None:
+                set_host_random_state(saved)
+
+    @contextmanager
+    def draw(self) -> Iterator[None]:
+        """Gives the one operation inside its own stream and leaves torch's generators alone."""
+        frame = self._frames[-1]
+        frame.num_draws += 1
+        saved = device.random_state()
+        device.seed_generators(self._seed_of(frame))
+        try:
+            yield
+        finally:
+            device.set_random_state(saved)
+
+    def seed_body(self) -> None:
+        """Seeds Python's and NumPy's generators for the body of this microbatch."""
+        seed_host(self._seed_of(self._frames[0]))
+
+    def _seed_of(self, frame: _Frame) -> int:
+        text = repr((*self._key, frame.path, frame.call, frame.num_draws))
+        # 63 bits: torch refuses seeds that do not fit a signed integer.
+        return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+class SeededDraws(TorchFunctionMode):
+    """Seeds each drawing function that runs under it; for code that is not glue."""
+
+    def __init__(self, streams: RandomStreams) -> None:
+        super().__init__()
+        self._streams = streams
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Runs `func`, in its own random stream if it draws."""
+        if draws(func):
+            with self._streams.draw():
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def host_random_state() -> tuple[Any, Any]:
+    """Returns the states of Python's and, where it is loaded, NumPy's generator."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), numpy.random.get_state() if numpy is not None else None
+
+
+def set_host_random_state(state: tuple[Any, Any]) -> None:
+    """Restores what `host_random_state` returned."""
+    random.setstate(state[0])
+    if state[1] is not None:
+        sys.modules["numpy"].random.set_state(state[1])
+
+
+def seed_host(seed: int) -> None:
+    """Seeds Python's and, where it is loaded, NumPy's generator."""
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed & 0xFFFFFFFF)
+
+
+def initial_seed() -> int:
+    """Returns the seed that the user gave to torch, or torch's own."""
+    return torch.initial_seed()

@@ -1,0 +1,131 @@
+"""Nested arguments and results: finding, replacing and shipping the tensors inside them.
+
+Two tools for two needs. `map_tensors` rebuilds a nest of containers with other tensors in it and
+leaves everything else as the very same object: that is how a call gets its local arguments.
+`freeze` turns a nest into bytes with the tensors left out, for any picklable Python object: that
+is how the structure of a result reaches the ranks that did not compute it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+def is_container(obj: object) -> bool:
+    """Says whether `map_tensors` looks inside `obj`."""
+    return isinstance(obj, (tuple, list, dict, set, slice)) or (
+        dataclasses.is_dataclass(obj) and not isinstance(obj, type)
+    )
+
+
+def map_tensors(replace: Callable[[torch.Tensor], Any], obj: Any) -> Any:
+    """Replaces each tensor in a nest of tuples, lists, dicts, sets, slices and dataclasses.
+
+    Types survive: named tuples, dict subclasses such as Hugging Face's ModelOutput, dataclasses.
+    A container in which nothing changed is returned as the same object.
+    """
+    if isinstance(obj, torch.Tensor):
+        return replace(obj)
+    if isinstance(obj, (tuple, list)):
+        items = [map_tensors(replace, item) for item in obj]
+        if all(new is old for new, old in zip(items, obj, strict=True)):
+            return obj
+        if isinstance(obj, tuple) and hasattr(obj, "_fields"):
+            return type(obj)(*items)
+        return type(obj)(items)
+    if isinstance(obj, dict):
+        return _map_dict(replace, obj)
+    if isinstance(obj, set):
+        members = [map_tensors(replace, item) for item in obj]
+        return obj if all(item in obj for item in members) else type(obj)(members)
+    if isinstance(obj, slice):
+        parts = [map_tensors(replace, part) for part in (obj.start, obj.stop, obj.step)]
+        return slice(*parts)
+    if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+        return _map_dataclass(replace, obj)
+    return obj
+
+
+def _map_dict(replace: Callable[[torch.Tensor], Any], obj: dict[Any, Any]) -> Any:
+    values = {key: map_tensors(replace, value) for key, value in obj.items()}
+    if all(values[key] is obj[key] for key in obj):
+        return obj
+    if type(obj) is dict:
+        return values
+    # A shallow copy keeps the type and whatever attributes the subclass carries.
+    result = copy.copy(obj)
+    for key, value in values.items():
+        result[key] = value
+    return result
+
+
+def _map_dataclass(replace: Callable[[torch.Tensor], Any], obj: Any) -> Any:
+    names = [field.name for field in dataclasses.fields(obj) if hasattr(obj, field.name)]
+    values = {name: map_tensors(replace, getattr(obj, name)) for name in names}
+    if all(values[name] is getattr(obj, name) for name in names):
+        return obj
+    result = copy.copy(obj)
+    for name, value in values.items():
+        object.__setattr__(result, name, value)
+    return result
+
+
+def iter_tensors(obj: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors of a nest in the order in which `map_tensors` visits them."""
+    if isinstance(obj, torch.Tensor):
+        yield obj
+    elif isinstance(obj, (tuple, list, set)):
+        for item in obj:
+            yield from iter_tensors(item)
+    elif isinstance(obj, dict):
+        for item in obj.values():
+            yield from iter_tensors(item)
+    elif isinstance(obj, slice):
+        yield from iter_tensors((obj.start, obj.stop, obj.step))
+    elif dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+        for field in dataclasses.fields(obj):
+            yield from iter_tensors(getattr(obj, field.name, None))
+
+
+def freeze(obj: Any, refer: Callable[[Any], Any]) -> bytes:
+    """Pickles a nest; what `refer` gives a reference for (not None) is left out.
+
+    Raises:
+        Exception: whatever pickle raises for an object that can't be pickled.
+    """
+    sink = io.BytesIO()
+    pickler = _Pickler(sink, pickle.HIGHEST_PROTOCOL)
+    pickler.refer = refer
+    pickler.dump(obj)
+    return sink.getvalue()
+
+
+def thaw(frozen: bytes, resolve: Callable[[Any], Any]) -> Any:
+    """Rebuilds what `freeze` made; `resolve` turns each reference into an object.
+
+    The bytes come from a rank of one's own job, which runs the same program: they are trusted.
+    """
+    unpickler = _Unpickler(io.BytesIO(frozen))
+    unpickler.resolve = resolve
+    return unpickler.load()
+
+
+class _Pickler(pickle.Pickler):
+    refer: Callable[[Any], Any]
+
+    def persistent_id(self, obj: Any) -> Any:
+        return self.refer(obj)
+
+
+class _Unpickler(pickle.Unpickler):
+    resolve: Callable[[Any], Any]
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self.resolve(pid)
