@@ -1,0 +1,355 @@
+"""Glue: all Python and tensor operations of a step outside placed modules.
+
+Inside the step, outside placed modules, a function mode sees every tensor operation. One on
+replicated tensors runs on every rank. One with an owned operand runs on one rank: the owner;
+where several owners meet, the side with more bytes, and of equal ones the later rank. The other
+ranks get stand-ins of the results. A question for data (`.item()`, `bool()`, `print`) is answered
+by the owner to all.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from .analysis import Effect, New, Same, fill
+from .body import Body, Operand, current_body
+from .errors import NotSupportedError, PathMismatchError, UsageError
+from .rng import draws
+from .tensors import meta_of
+from .transport import Topic
+from .trees import freeze, iter_tensors, map_tensors, thaw
+
+_log = logging.getLogger("smp_runtime")
+
+_PROPERTIES = (
+    "shape dtype device layout is_leaf grad_fn _version ndim is_cuda is_sparse is_quantized "
+    "is_meta is_nested is_mps is_xpu is_mkldnn names itemsize nbytes output_nr name grad"
+).split()
+_METHODS = (
+    "size dim stride numel nelement is_contiguous is_floating_point is_complex is_signed "
+    "element_size storage_offset ndimension get_device __len__ __hash__ is_inference "
+    "register_hook retain_grad register_post_accumulate_grad_hook is_conj is_neg type_as_tuple"
+).split()
+
+
+def _local_functions() -> frozenset[Any]:
+    found = [getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name)]
+    found += [
+        getattr(torch.Tensor, name).__get__ for name in _PROPERTIES if hasattr(torch.Tensor, name)
+    ]
+    found += [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor]
+    return frozenset(found)
+
+
+# What any rank can tell from what it holds: shapes, types, and what autograd keeps.
+_LOCAL = _local_functions()
+_REQUIRES_GRAD = torch.Tensor.requires_grad.__get__
+_BACKWARD = frozenset([torch.Tensor.backward, torch.autograd.backward])
+
+
+class GlueMode(TorchFunctionMode):
+    """Watches the operations of one body."""
+
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.body = body
+        self.is_active = False
+
+    def __enter__(self) -> GlueMode:
+        """Begins to watch this thread."""
+        super().__enter__()
+        self.is_active = True
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """Ends watching."""
+        self.is_active = False
+        super().__exit__(*exception)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Stops watching for a while: inside a placed module everything runs natively."""
+        if not self.is_active:
+            yield
+            return
+        above = []
+        while (mode := torch._C._pop_torch_function_stack()) is not self:
+            above.append(mode)
+        _push(above)
+        self.is_active = False
+        try:
+            yield
+        finally:
+            _resume(self, len(above))
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Watches again inside `suspended`: for a hook that runs in the middle of a module."""
+        if self.is_active:
+            yield
+            return
+        torch._C._push_on_torch_function_stack(self)
+        self.is_active = True
+        try:
+            yield
+        finally:
+            torch._C._pop_torch_function_stack()
+            self.is_active = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Runs one operation, wherever it belongs."""
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs one operation while this mode is off the stack."""
+        if func in _LOCAL:
+            return func(*args, **kwargs)
+        operands = self.body.operands((args, kwargs))
+        if all(value is None for _, value in operands):
+            if draws(func):
+                with self.body.streams.draw():
+                    return func(*args, **kwargs)
+            return func(*args, **kwargs)
+        if func == _REQUIRES_GRAD:
+            value = operands[0].value
+            assert value is not None
+            return value.meta.requires_grad
+        return self._owned(func, args, kwargs, operands)
+
+    def _owned(
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        operands: list[Operand],
+    ) -> Any:
+        if func in _BACKWARD:
+            raise UsageError("call model.backward(loss) inside an @smp.step function")
+        if func is torch.autograd.grad:
+            raise NotSupportedError(
+                "torch.autograd.grad inside a step is not supported on a partitioned model"
+            )
+        if func is torch.Tensor.__iter__:
+            with self.resumed_here():
+                return iter(args[0].unbind(0))
+        metas = [meta_of(tensor) if value is None else value.meta for tensor, value in operands]
+        tensors = [tensor for tensor, _ in operands]
+        effect = self.body.engine.analyser.effect(func, args, kwargs, tensors, metas)
+        return _Operation(self.body, func, args, kwargs, operands, effect).run()
+
+    @contextmanager
+    def resumed_here(self) -> Iterator[None]:
+        """Watches inside `__torch_function__`, where torch has taken the mode off the stack."""
+        torch._C._push_on_torch_function_stack(self)
+        try:
+            yield
+        finally:
+            torch._C._pop_torch_function_stack()
+
+
+class _Operation:
+    """One operation with at least one owned operand."""
+
+    def __init__(
+        self,
+        body: Body,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        operands: list[Operand],
+        effect: Effect,
+    ) -> None:
+        self.body = body
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.operands = operands
+        self.effect = effect
+        self.origin = _name(func)
+        self.target = self._choose()
+        self.depth = body.depth_at(operands, self.target)
+
+    def run(self) -> Any:
+        """Moves the operands, runs the operation on its rank, and makes its results."""
+        pending = self.body.move(self.operands, self.target)
+        is_here = self.target == self.body.rank
+        used: list[torch.Tensor] = []
+        out: Any = None
+        if is_here:
+            if pending:
+                self.body.engine.wait(self.body, pending)
+            used, out = self._compute()
+        if not self.effect.known:
+            return self._ask(used, out)
+        reals = list(iter_tensors(out)) if is_here else []
+        self._note_changes(used)
+        results = [
+            self._result(index, outcome, reals) for index, outcome in enumerate(self.effect.results)
+        ]
+        return fill(self.effect.template, results)
+
+    def _choose(self) -> int:
+        for index, _ in self.effect.changed:
+            value = self.operands[index].value
+            if value is not None:
+                return value.owner
+        sizes: Counter[int] = Counter()
+        seen: set[int] = set()
+        for _, value in self.operands:
+            if value is not None and value.number not in seen:
+                seen.add(value.number)
+                sizes[value.owner] += value.meta.num_bytes
+        return max(sizes, key=lambda owner: (sizes[owner], owner))
+
+    def _compute(self) -> tuple[list[torch.Tensor], Any]:
+        body = self.body
+        used = [body.local(tensor, value, self.depth) for tensor, value in self.operands]
+        places = iter(used)
+        args, kwargs = map_tensors(lambda _: next(places), (tuple(self.args), dict(self.kwargs)))
+        if draws(self.func):
+            with body.streams.draw():
+                return used, self.func(*args, **kwargs)
+        return used, self.func(*args, **kwargs)
+
+    def _note_changes(self, used: list[torch.Tensor]) -> None:
+        for index, meta in self.effect.changed:
+            local = used[index] if used else None
+            self.body.note_change(self.operands[index], meta, self.target, local, self.depth)
+
+    def _result(self, index: int, outcome: New | Same, reals: list[torch.Tensor]) -> torch.Tensor:
+        if isinstance(outcome, Same):
+            operand = self.operands[outcome.operand]
+            if operand.value is None:
+                operand = Operand(operand.tensor, self.body.value_of(operand.tensor))
+            return operand.tensor
+        real = reals[index] if reals else None
+        if real is not None and (tuple(real.shape), real.dtype) != (
+            outcome.meta.shape,
+            outcome.meta.dtype,
+        ):
+            raise PathMismatchError(
+                f"{self.origin} gave {meta_of(real).describe()} on rank {self.body.rank}, but "
+                f"{outcome.meta.describe()} was foretold to the other ranks"
+            )
+        viewed = None if outcome.view_of is None else self.operands[outcome.view_of]
+        return self.body.new_result(
+            real, outcome.meta, self.target, self.depth, self.origin, viewed
+        )
+
+    def _ask(self, used: list[torch.Tensor], out: Any) -> Any:
+        """Lets the owner tell all ranks what came out."""
+        body = self.body
+        number = body.next_number(self.origin)
+        address = body.address(Topic.ANSWER, number, self.target)
+        if body.rank == self.target:
+            tensors: list[torch.Tensor] = []
+            same = {id(tensor): index for index, tensor in reversed(list(enumerate(used)))}
+
+            def refer(obj: Any) -> tuple[str, int] | None:
+                if not isinstance(obj, torch.Tensor):
+                    return None
+                if id(obj) in same:
+                    return "same", same[id(obj)]
+                tensors.append(obj)
+                return "new", len(tensors) - 1
+
+            frozen = freeze(out, refer)
+            metas = [meta_of(tensor) for tensor in tensors]
+            for peer in body.engine.transport.peers:
+                body.engine.transport.send(peer, address, (self.origin, frozen, metas))
+        else:
+            _announce_question(self.origin)
+            body.engine.wait(body, [address])
+            origin, frozen, metas = body.engine.receive(address).content
+            if origin != self.origin:
+                raise PathMismatchError(
+                    f"rank {self.target} answers {origin}, but rank {body.rank} asked for "
+                    f"{self.origin}; every rank must take the same path through the step"
+                )
+            tensors = []
+        made = [
+            body.new_result(
+                tensors[index] if tensors else None, meta, self.target, self.depth, self.origin
+            )
+            for index, meta in enumerate(metas)
+        ]
+        return thaw(
+            frozen,
+            lambda pid: made[pid[1]] if pid[0] == "new" else self.operands[pid[1]].tensor,
+        )
+
+
+_native_apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+
+def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    body = current_body()
+    if body is None or not body.glue.is_active:
+        return _native_apply(cls, *args, **kwargs)
+    with body.glue.suspended():
+        return body.glue.run(cls.apply, args, kwargs)
+
+
+def watch_autograd_functions() -> None:
+    """Makes glue see user-defined autograd functions as one operation each.
+
+    torch shows them to no function mode, so `Function.apply` itself has to be replaced. Outside
+    glue the replacement calls the original.
+    """
+    torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment,method-assign]
+
+
+def _push(modes: list[Any]) -> None:
+    for mode in reversed(modes):
+        torch._C._push_on_torch_function_stack(mode)
+
+
+def _resume(mode: GlueMode, num_above: int) -> None:
+    above = [torch._C._pop_torch_function_stack() for _ in range(num_above)]
+    torch._C._push_on_torch_function_stack(mode)
+    mode.is_active = True
+    _push(above)
+
+
+def _name(func: Callable[..., Any]) -> str:
+    name = getattr(func, "__qualname__", None) or repr(func)
+    if name.endswith("__get__"):
+        owner = getattr(func, "__self__", None)
+        name = getattr(owner, "__name__", name)
+    return name.removeprefix("_VariableFunctionsClass.").removeprefix("TensorBase.")
+
+
+_announced: set[tuple[str, int]] = set()
+
+
+def _announce_question(origin: str) -> None:
+    """Says once per line of user code that it asks for a remote value."""
+    frame = sys._getframe(1)
+    ours = str(Path(__file__).parent)
+    skipped = (ours, str(Path(torch.__file__).parent))
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(skipped):
+        frame = frame.f_back
+    place = (frame.f_code.co_filename, frame.f_lineno)
+    if place not in _announced:
+        _announced.add(place)
+        _log.info(
+            "%s:%d asks for a value of another pipeline rank (%s): this costs a wait in each "
+            "microbatch",
+            *place,
+            origin,
+        )

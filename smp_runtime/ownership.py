@@ -1,0 +1,59 @@
+"""Which rank owns which parameter, buffer and module, once the model is partitioned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from . import device
+from .tensors import TensorMeta, meta_of
+
+
+class PlacedModule(NamedTuple):
+    """A module whose whole subtree runs on one rank.
+
+    Attributes:
+        path: its name in the user's model, as in `named_modules`.
+        owner: the pipeline rank that runs it.
+        stage: the stage that it belongs to.
+        modules: it and its submodules with their names, for their hooks and attributes.
+    """
+
+    path: str
+    owner: int
+    stage: int
+    modules: tuple[tuple[str, nn.Module], ...]
+
+
+class Ownership:
+    """The owners of a partitioned model's parameters, buffers and modules.
+
+    Args:
+        num_partitions: size of the pipeline group.
+    """
+
+    def __init__(self, num_partitions: int) -> None:
+        self.num_partitions = num_partitions
+        self.placed: dict[str, PlacedModule] = {}
+        # By identity, and with the tensor, so that an identity can't be given to another object.
+        self._owners: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def own(self, tensor: torch.Tensor, owner: int) -> None:
+        """Says that a parameter or buffer belongs to a rank; the first word counts."""
+        self._owners.setdefault(id(tensor), (tensor, owner))
+
+    def owner_of(self, tensor: torch.Tensor) -> int | None:
+        """Returns the rank of a parameter or buffer, None for any other tensor."""
+        found = self._owners.get(id(tensor))
+        return None if found is None else found[1]
+
+    def meta_of(self, tensor: torch.Tensor) -> TensorMeta:
+        """Returns what a parameter or buffer looks like on its owner."""
+        return meta_of(tensor)._replace(device=torch.device(device.current_device().type))
+
+    def tensors(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """Yields each parameter and buffer with its owner."""
+        yield from self._owners.values()
