@@ -1,0 +1,63 @@
+"""Process groups from a placement; the beginning and the end of torch.distributed."""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import torch.distributed as dist
+
+from . import device
+from .placement import Axis, Placement
+
+_AXES: tuple[Axis, ...] = ("world", "pp", "tp", "rdp", "dp", "mp")
+
+
+def start_distributed(timeout: float) -> None:
+    """Starts torch.distributed from the environment, unless it runs already.
+
+    Without a launcher's variables this process is a world of its own.
+    """
+    if dist.is_initialized():
+        return
+    defaults = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    if "RANK" not in os.environ:
+        store = dist.HashStore()
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        return
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    dist.init_process_group(
+        device.default_backend(), timeout=datetime.timedelta(seconds=max(timeout, 1.0))
+    )
+
+
+class Groups:
+    """The process groups of this rank, one per axis.
+
+    Groups with the same ranks are one process group.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        world = tuple(range(placement.world_size))
+        self._made[world] = dist.group.WORLD
+        # Every rank makes every group, in one order: torch demands it.
+        for axis in _AXES:
+            for ranks in placement.groups(axis):
+                if ranks not in self._made:
+                    self._made[ranks] = dist.new_group(list(ranks))
+
+    def of(self, axis: Axis) -> dist.ProcessGroup | None:
+        """Returns this rank's group on an axis."""
+        return self._made[self._placement.group(axis, dist.get_rank())]
+
+    def new_private(self, axis: Axis) -> dist.ProcessGroup | None:
+        """Makes one more gloo group on an axis, whose waits never end by themselves."""
+        mine = None
+        for ranks in self._placement.groups(axis):
+            made = dist.new_group(list(ranks), backend="gloo", timeout=datetime.timedelta(days=365))
+            if dist.get_rank() in ranks:
+                mine = made
+        return mine

@@ -1,0 +1,465 @@
+"""`DistributedModel`: the user's model, partitioned over the pipeline ranks."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from .body import current_body
+from .data_parallel import average_gradients, broadcast_state
+from .errors import NotSupportedError, UsageError
+from .glue import watch_autograd_functions
+from .norms import clip_gradients, watch_clip_grad_norm
+from .optimizer import keep_local
+from .partitioning import Partition, partition
+from .placing import LocalPart, seed_drawing_modules, to_device
+from .remote_gradients import mark_remote_gradients
+from .runtime import Runtime, current
+from .shared_parameters import SharedGradients
+from .state import full_state_dict, load_into
+from .trace import trace_model
+from .transport import Address, Topic
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch.optim import Optimizer
+
+_log = logging.getLogger("smp_runtime")
+
+_Hook = Callable[[Any, Any], Any]
+
+
+class _Level(nn.Module):
+    """One level of SMP's nesting, where its data parallel wrapper was."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["module"] = module
+
+    def __getattr__(self, name: str) -> Any:
+        """Finds attributes of the user's module."""
+        return getattr(self.__dict__["module"], name)
+
+
+class DistributedModel(nn.Module):
+    """Wraps a model; the one model of a script.
+
+    The model is partitioned in the first step that calls it, from the sizes that this call
+    shows. Parameter names stay those of the plain model.
+
+    Args:
+        module: any module, whole on every rank, with equal weights.
+        trace_device: accepted for SMP's sake; the trace runs on fake tensors.
+        trace_execution_times: partition by measured times instead of modelled ones.
+        overlapping_allreduce: accepted; gradients are all-reduced after the last backward.
+        backward_passes_per_step: only 1 is supported yet.
+        average_grads_across_microbatches: average gradients over microbatches, or sum them.
+        bucket_cap_mb: most megabytes of gradients that one all-reduce takes.
+        trace_memory_usage: accepted; activations are counted in any case.
+        broadcast_buffers: accepted; buffers are made equal over replicas once, at the start.
+        gradient_as_bucket_view: accepted without effect.
+
+    Raises:
+        UsageError: `init` was not called, or a model was wrapped before.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        trace_device: str = "gpu",
+        trace_execution_times: bool = False,
+        overlapping_allreduce: bool = True,
+        backward_passes_per_step: int = 1,
+        average_grads_across_microbatches: bool = True,
+        bucket_cap_mb: float = 25,
+        trace_memory_usage: bool = False,
+        broadcast_buffers: bool = True,
+        gradient_as_bucket_view: bool = False,
+    ) -> None:
+        super().__init__()
+        runtime = current()
+        if runtime.model is not None:
+            raise UsageError("smp.DistributedModel was called before; a script has one model")
+        if backward_passes_per_step != 1:
+            raise NotSupportedError(
+                f"backward_passes_per_step={backward_passes_per_step} is not supported yet: "
+                "call optimizer.step() less often instead"
+            )
+        runtime.model = self
+        self.average_grads_across_microbatches = average_grads_across_microbatches
+        self._plain: dict[str, Any] = {"runtime": runtime, "module": module}
+        self._trace_execution_times = trace_execution_times
+        self._bucket_bytes = int(bucket_cap_mb * 1024 * 1024)
+        self._part: LocalPart | None = None
+        self._partition: Partition | None = None
+        self._is_traced = False
+        self._has_run_backward = False
+        self._optimizer: Optimizer | None = runtime.early_optimizer
+        self._post_partition_hooks: dict[int, _Hook] = {}
+        self._post_step_hooks: dict[int, _Hook] = {}
+        self.__dict__["forward"] = _forward_like(module, self._call_module)
+        if runtime.placement.size("pp") == 1:
+            for tensor in (*module.parameters(), *module.buffers()):
+                to_device(tensor)
+            broadcast_state(module, runtime)
+
+    # -- the user's module -------------------------------------------------------------------
+
+    @property
+    def _module(self) -> nn.Module:
+        module: nn.Module = self._plain["module"]
+        return module
+
+    @property
+    def _runtime(self) -> Runtime:
+        runtime: Runtime = self._plain["runtime"]
+        return runtime
+
+    @property
+    def module(self) -> nn.Module:
+        """The level between this wrapper and the user's module, ``model.module.module``."""
+        return _Level(self._module)
+
+    def get_module(self) -> nn.Module:
+        """Returns the user's module."""
+        return self._module
+
+    def __getattr__(self, name: str) -> Any:
+        """Finds attributes of the user's module, such as `config`."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_plain" or "_plain" not in self.__dict__:
+                raise
+            return getattr(self._module, name)
+
+    def named_modules(
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yields the user's modules under their own names."""
+        return self._module.named_modules(memo, prefix, remove_duplicate)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yields the children of the user's module."""
+        return self._module.named_children()
+
+    def train(self, mode: bool = True) -> DistributedModel:
+        """Sets the training flag of all modules, on every rank."""
+        self.training = mode
+        self._module.train(mode)
+        return self
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Applies a conversion to the local part; what lives elsewhere only changes its type."""
+
+        def convert(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.is_meta:
+                converted = fn(tensor)
+                return converted if self._part is None else converted.to(tensor.device)
+            return tensor.to(fn(torch.empty(0, dtype=tensor.dtype)).dtype)
+
+        self._module._apply(convert, recurse)
+        return self
+
+    # -- the step ----------------------------------------------------------------------------
+
+    @property
+    def partitioned(self) -> bool:
+        """Whether modules have their ranks already."""
+        return self._part is not None or self._runtime.placement.size("pp") == 1
+
+    @property
+    def partition(self) -> Partition | None:
+        """Which rank holds what, once the model is partitioned over several."""
+        return self._partition
+
+    def _call_module(self, *args: Any, **kwargs: Any) -> Any:
+        body = current_body()
+        if body is None:
+            if self._runtime.placement.size("pp") > 1:
+                raise UsageError(
+                    "a model over several pipeline ranks can only be called inside a function "
+                    "decorated with @smp.step"
+                )
+            return self._module(*args, **kwargs)
+        if self._runtime.placement.size("pp") == 1:
+            if not self._is_traced:
+                self._is_traced = True
+                with body.glue.suspended():
+                    trace = _trace(self._module, args, kwargs)
+                    seed_drawing_modules(self._module, trace.drawing_modules)
+                    self._run_hooks(self._post_partition_hooks)
+            with body.glue.suspended():
+                return self._module(*args, **kwargs)
+        if self._part is None:
+            with body.glue.suspended():
+                self._make_partition(args, kwargs)
+        return self._module(*args, **kwargs)
+
+    def backward(
+        self,
+        tensors: torch.Tensor | Sequence[torch.Tensor],
+        grad_tensors: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+    ) -> None:
+        """Runs the backward pass of the current microbatch; in place of ``loss.backward()``.
+
+        Args:
+            tensors: the loss, or several tensors to differentiate.
+            grad_tensors: their output gradients; 1 for a scalar if not given.
+            retain_graph: not supported.
+            create_graph: not supported.
+
+        Raises:
+            UsageError: called outside a step, or on something that needs no gradient.
+        """
+        if retain_graph or create_graph:
+            raise NotSupportedError("model.backward supports no retain_graph and no create_graph")
+        body = current_body()
+        if body is None:
+            raise UsageError("model.backward can only be called inside an @smp.step function")
+        losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        gradients: list[torch.Tensor | None] = [None] * len(losses)
+        if grad_tensors is not None:
+            gradients = (
+                [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else list(grad_tensors)
+            )
+        self._has_run_backward = True
+        with body.glue.suspended():
+            body.backward(losses, gradients)
+
+    def begin_step(self) -> SharedGradients | None:
+        """Called by the step before the bodies run."""
+        self._has_run_backward = False
+        if self._part is None:
+            return None
+        return SharedGradients(self._runtime.engine, self._part.shared)
+
+    def end_step(self, shared: SharedGradients | None) -> None:
+        """Called by the step after the bodies: reduces gradients and runs hooks."""
+        if shared is None and self._part is not None:  # partitioned in this very step
+            shared = SharedGradients(self._runtime.engine, self._part.shared, set_aside=False)
+        if self._has_run_backward:
+            if shared is not None:
+                shared.add_up()
+            average_gradients(list(self.local_parameters()), self._runtime, self._bucket_bytes)
+            if self._part is not None:
+                mark_remote_gradients(self._module, self._part)
+        elif shared is not None:
+            shared.put_back()
+        self._run_hooks(self._post_step_hooks)
+
+    def attach_optimizer(self, optimizer: Optimizer) -> None:
+        """Called by `DistributedOptimizer`; the optimizer will hold this rank's parameters."""
+        self._optimizer = optimizer
+        if self._part is not None:
+            keep_local(optimizer, self._part)
+
+    def step_report(self) -> Any:
+        """Returns where the time of the last step went on this rank."""
+        return self._runtime.engine.report
+
+    # -- partitioning ------------------------------------------------------------------------
+
+    def _make_partition(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        runtime, engine = self._runtime, self._runtime.engine
+        rank = runtime.here.pp_rank
+        address = Address(Topic.PLAN, engine.step, 0, 0, 0)
+        if rank == 0:
+            trace = _trace(self._module, args, kwargs, self._trace_execution_times)
+            made = self._plan(trace.root)
+            drawing = trace.drawing_modules
+            for peer in engine.transport.peers:
+                engine.transport.send(peer, address, (made.to_json(), sorted(drawing)))
+        else:
+            body = current_body()
+            assert body is not None
+            engine.wait(body, [address])
+            text, names = engine.receive(address).content
+            made, drawing = Partition.from_json(text), frozenset(names)
+        seed_drawing_modules(self._module, drawing)
+        self._partition = made
+        self._part = LocalPart(self._module, made, rank, engine.ownership, engine.reports)
+        engine.module_names = {
+            id(module): name for name, module in self._module.named_modules() if name
+        }
+        if dist.get_rank() == 0:
+            _log.info("Partition assignments:\n%s", made.table())
+            _log.info("Finished partitioning the model")
+        broadcast_state(self._module, runtime)
+        watch_autograd_functions()
+        watch_clip_grad_norm(self._part, runtime)
+        if self._optimizer is not None:
+            keep_local(self._optimizer, self._part)
+        self._run_hooks(self._post_partition_hooks)
+        engine.set_stages(made.rank_of)
+
+    def _plan(self, root: Any) -> Partition:
+        config = self._runtime.config
+        pinned = None
+        if not config.auto_partition:
+            pinned = {
+                name: self._runtime.manual[id(module)][1]
+                for name, module in self._module.named_modules()
+                if id(module) in self._runtime.manual
+            }
+        return partition(
+            root,
+            config.pipeline_parallel_degree,
+            stages_per_rank=config.stages_per_rank,
+            memory_weight=config.memory_weight,
+            tied=config.tied_weights,
+            pinned=pinned,
+            default_partition=None if config.auto_partition else config.default_partition,
+        )
+
+    def register_post_partition_hook(self, hook: _Hook) -> RemovableHandle:
+        """Calls ``hook(model, optimizer)`` once the model is partitioned."""
+        return _register(self._post_partition_hooks, hook)
+
+    def register_post_step_hook(self, hook: _Hook) -> RemovableHandle:
+        """Calls ``hook(model, optimizer)`` after each step; remove it by the handle."""
+        return _register(self._post_step_hooks, hook)
+
+    def _run_hooks(self, hooks: dict[int, _Hook]) -> None:
+        for hook in list(hooks.values()):
+            hook(self, self._optimizer)
+
+    # -- the local part ----------------------------------------------------------------------
+
+    def local_named_parameters(
+        self, prefix: str = "", recurse: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters that this rank holds; all of them before the partitioning."""
+        for name, parameter in self.named_parameters(prefix, recurse):
+            if self._part is None or self._part.is_local(parameter):
+                yield name, parameter
+
+    def local_parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Yields the parameters that this rank holds."""
+        return (parameter for _, parameter in self.local_named_parameters(recurse=recurse))
+
+    def local_named_buffers(
+        self, prefix: str = "", recurse: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the buffers that this rank holds."""
+        for name, buffer in self.named_buffers(prefix, recurse):
+            if self._part is None or self._part.is_local(buffer):
+                yield name, buffer
+
+    def local_buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
+        """Yields the buffers that this rank holds."""
+        return (buffer for _, buffer in self.local_named_buffers(recurse=recurse))
+
+    def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yields the modules that run on this rank, with their names."""
+        return iter(self.named_modules()) if self._part is None else self._part.modules()
+
+    def local_modules(self) -> Iterator[nn.Module]:
+        """Yields the modules that run on this rank."""
+        return (module for _, module in self.local_named_modules())
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scales all gradients so that their norm over the whole model is at most `max_norm`.
+
+        Every rank calls it. Shared parameters count once.
+
+        Returns:
+            The norm before, equal on all ranks.
+        """
+        parameters = list(self.parameters())
+        return clip_gradients(parameters, self._part, self._runtime, max_norm, norm_type)
+
+    # -- state -------------------------------------------------------------------------------
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """Returns this rank's entries of the state dict, under the plain model's names."""
+        local = {name for name, tensor in _named_state(self._module) if self._is_held(tensor)}
+        state = {key: value for key, value in self._module.state_dict().items() if key in local}
+        return {**state, "_smp_is_partial": True}
+
+    def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> Any:
+        """Returns the whole state dict under the plain model's names. All ranks call it.
+
+        Args:
+            args: passed to `nn.Module.state_dict`.
+            gather_to_rank0: only rank 0 of each pipeline group gets the tensors; an empty dict
+                elsewhere.
+            kwargs: passed to `nn.Module.state_dict`.
+        """
+        if self._part is None:
+            return self._module.state_dict(*args, **kwargs)
+        return full_state_dict(self._module, self._part, self._runtime.engine, gather_to_rank0)
+
+    def load_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        assign: bool = False,
+        same_partition_load: bool = False,
+    ) -> Any:
+        """Loads a state dict that holds at least this rank's part. Every rank calls it.
+
+        Raises:
+            RuntimeError: `strict`, and keys are missing or unexpected, or shapes differ.
+        """
+        entries = {key: value for key, value in state_dict.items() if key != "_smp_is_partial"}
+        if self._part is None:
+            return self._module.load_state_dict(entries, strict, assign)
+        return load_into(self._module, self._part, entries, strict and not same_partition_load)
+
+    def _is_held(self, tensor: torch.Tensor) -> bool:
+        return self._part is None or self._part.is_local(tensor)
+
+
+def _named_state(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _trace(
+    module: nn.Module, args: Any, kwargs: Mapping[str, Any], measure_times: bool = False
+) -> Any:
+    global _is_tracing
+    _is_tracing = True
+    try:
+        return trace_model(module, args, kwargs, measure_times=measure_times)
+    finally:
+        _is_tracing = False
+
+
+_is_tracing = False
+
+
+def is_tracing() -> bool:
+    """Says whether the model runs to be traced, and not for its result."""
+    return _is_tracing
+
+
+def _register(hooks: dict[int, _Hook], hook: _Hook) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
+
+def _forward_like(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a forward with the signature of the user's, which trainers read."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    forward.__doc__ = module.forward.__doc__
+    forward.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
+    return forward

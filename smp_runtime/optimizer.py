@@ -1,0 +1,72 @@
+"""`DistributedOptimizer`: a torch optimizer that steps on this rank's parameters."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from .placing import LocalPart
+from .runtime import current
+
+
+def DistributedOptimizer(  # noqa: N802 - SMP's name
+    optimizer: Optimizer,
+    static_loss_scale: float | None = 1.0,
+    dynamic_loss_scale: bool = False,
+    **dynamic_loss_args: Any,
+) -> Optimizer:
+    """Makes an optimizer step on the parameters that live on this rank.
+
+    The optimizer may have been built before or after the model was wrapped. Parameter groups
+    stay as they are; after the partitioning they hold this rank's parameters, perhaps none.
+
+    Args:
+        optimizer: any torch optimizer.
+        static_loss_scale: without effect in float32, as SMP has it.
+        dynamic_loss_scale: without effect in float32.
+        dynamic_loss_args: without effect in float32.
+
+    Returns:
+        The same object.
+    """
+    runtime = current()
+    if not isinstance(optimizer, _LocalBase):
+        optimizer.__class__ = _local(type(optimizer))
+    if runtime.model is not None:
+        runtime.model.attach_optimizer(optimizer)
+    else:
+        runtime.early_optimizer = optimizer
+    return optimizer
+
+
+def keep_local(optimizer: Optimizer, part: LocalPart) -> None:
+    """Takes the parameters of other ranks out of the optimizer."""
+    for group in optimizer.param_groups:
+        group["params"] = [tensor for tensor in group["params"] if part.is_local(tensor)]
+    for tensor in list(optimizer.state):
+        if not part.is_local(tensor):
+            del optimizer.state[tensor]
+
+
+class _LocalBase:
+    """Marks the classes made here."""
+
+
+@functools.cache
+def _local(cls: type[Optimizer]) -> type[Optimizer]:
+    class Local(cls, _LocalBase):  # type: ignore[misc, valid-type]
+        def step(self, closure: Callable[[], float] | None = None) -> float | None:
+            """Updates this rank's parameters; harmless where there are none."""
+            if any(group["params"] for group in self.param_groups):
+                loss: float | None = super().step(closure)
+                return loss
+            return None if closure is None else closure()
+
+    Local.__name__ = cls.__name__
+    Local.__qualname__ = cls.__qualname__
+    Local.__module__ = cls.__module__
+    Local.__doc__ = cls.__doc__
+    return Local

@@ -1,0 +1,315 @@
+"""The one process-wide object: configuration, placement, groups, engine; and `init`."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from . import device
+from .clock import Clock
+from .config import Config, load_config
+from .engine import Engine
+from .errors import ConfigError, UsageError
+from .groups import Groups, start_distributed
+from .placement import Axis, Coordinates, Placement
+from .transport import Transport
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from .model import DistributedModel
+
+_log = logging.getLogger("smp_runtime")
+
+
+class Runtime:
+    """What `init` sets up.
+
+    Attributes:
+        config: the settings.
+        placement: the grid of ranks.
+        here: this rank's place on it.
+        groups: its process groups.
+        engine: runs its steps.
+        model: the one `DistributedModel`, once there is one.
+        early_optimizer: an optimizer that was wrapped before the model.
+        manual: partitions that the user gave to modules, by identity, with the modules.
+        has_warned_manual: the user was told that manual placement has no effect.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        start_distributed(config.timeout)
+        world, rank = dist.get_world_size(), dist.get_rank()
+        self.placement = Placement(
+            world,
+            config.pipeline_parallel_degree,
+            config.tensor_parallel_degree,
+            config.placement_strategy,
+        )
+        if self.placement.size("dp") > 1 and not config.ddp:
+            raise ConfigError(
+                f"{world} ranks at pipeline_parallel_degree={config.pipeline_parallel_degree} are "
+                f"{self.placement.size('dp')} replicas: set ddp to True, or start "
+                f"{config.pipeline_parallel_degree} ranks"
+            )
+        self.here: Coordinates = self.placement.coordinates(rank)
+        device.use_local_device(local_rank())
+        self.groups = Groups(self.placement)
+        size = self.placement.size("pp")
+        self.transport = Transport(
+            self.groups.new_private("pp") if size > 1 else None, self.here.pp_rank, size
+        )
+        self.engine = Engine(
+            self.transport,
+            policy=config.pipeline,
+            active=config.resolved_active_microbatches,
+            timeout=config.timeout,
+            clock=Clock(
+                is_on=config.emulate_clock,
+                latency=config.emulated_latency_us * 1e-6,
+                bandwidth=config.emulated_bandwidth_gbps * 1e9 / 8,
+            ),
+        )
+        self.model: DistributedModel | None = None
+        self.early_optimizer: Optimizer | None = None
+        self.manual: dict[int, tuple[Any, int]] = {}
+        self.has_warned_manual = False
+
+
+_runtime: Runtime | None = None
+
+
+def init(config: Mapping[str, Any] | str | Path | None = None) -> None:
+    """Starts the runtime; the first call of a script.
+
+    Args:
+        config: the settings as a dict or the path of a YAML file. What the environment variable
+            SM_HP_MP_PARAMETERS says (JSON) goes before it. Defaults everywhere else.
+
+    Raises:
+        ConfigError: a setting is unknown, out of range, or does not fit the number of ranks.
+    """
+    global _runtime
+    if _runtime is not None:
+        _log.warning("smp is initialized already. Ignoring this call of smp.init")
+        return
+    _show_log_lines()
+    _runtime = Runtime(load_config(config, os.environ))
+    atexit.register(_leave)
+    previous = sys.excepthook
+
+    def report_first(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if _runtime is not None:
+            text = "".join(traceback.format_exception(kind, error, trace))
+            _runtime.transport.fail(f"rank {_runtime.here.pp_rank} failed outside a step\n{text}")
+        previous(kind, error, trace)
+
+    sys.excepthook = report_first
+
+
+def shutdown() -> None:
+    """Ends the runtime, so that `init` may be called again. torch.distributed goes on."""
+    global _runtime
+    if _runtime is not None:
+        atexit.unregister(_leave)
+        _leave()
+        _runtime = None
+
+
+def _leave() -> None:
+    if _runtime is not None:
+        _runtime.transport.close()
+
+
+def is_initialized() -> bool:
+    """Says whether `init` was called."""
+    return _runtime is not None
+
+
+def current() -> Runtime:
+    """Returns the runtime.
+
+    Raises:
+        UsageError: `init` was not called.
+    """
+    if _runtime is None:
+        raise UsageError("call smp.init() first")
+    return _runtime
+
+
+def _show_log_lines() -> None:
+    """Prints this package's log lines where the user's script has no logging of its own."""
+    if not _log.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(
+            logging.Formatter("[%(asctime)s.%(msecs)03d: %(levelname).1s] %(message)s", "%H:%M:%S")
+        )
+        _log.addHandler(handler)
+        _log.setLevel(logging.INFO)
+        _log.propagate = False
+
+
+# -- ranks and sizes -----------------------------------------------------------------------------
+
+
+def rank() -> int:
+    """Returns the global rank."""
+    current()
+    return dist.get_rank()
+
+
+def size() -> int:
+    """Returns the number of ranks."""
+    current()
+    return dist.get_world_size()
+
+
+def local_rank() -> int:
+    """Returns the rank on this machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_size() -> int:
+    """Returns the number of ranks on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def pp_rank() -> int:
+    """Returns the rank in the pipeline group, which is the index of the partition."""
+    return current().here.pp_rank
+
+
+def tp_rank() -> int:
+    """Returns the rank in the tensor parallel group."""
+    return current().here.tp_rank
+
+
+def rdp_rank() -> int:
+    """Returns the rank in the reduced data parallel group."""
+    return current().here.rdp_rank
+
+
+def dp_rank() -> int:
+    """Returns the rank in the data parallel group."""
+    return current().here.dp_rank
+
+
+def mp_rank() -> int:
+    """Returns the rank in the model parallel group."""
+    return current().here.mp_rank
+
+
+def pp_size() -> int:
+    """Returns the size of the pipeline group."""
+    return current().placement.size("pp")
+
+
+def tp_size() -> int:
+    """Returns the size of the tensor parallel group."""
+    return current().placement.size("tp")
+
+
+def rdp_size() -> int:
+    """Returns the size of the reduced data parallel group."""
+    return current().placement.size("rdp")
+
+
+def dp_size() -> int:
+    """Returns the size of the data parallel group."""
+    return current().placement.size("dp")
+
+
+def mp_size() -> int:
+    """Returns the size of the model parallel group."""
+    return current().placement.size("mp")
+
+
+def get_pp_group() -> list[int]:
+    """Returns the global ranks of the pipeline group."""
+    return _members("pp")
+
+
+def get_tp_group() -> list[int]:
+    """Returns the global ranks of the tensor parallel group."""
+    return _members("tp")
+
+
+def get_rdp_group() -> list[int]:
+    """Returns the global ranks of the reduced data parallel group."""
+    return _members("rdp")
+
+
+def get_dp_group() -> list[int]:
+    """Returns the global ranks of the data parallel group."""
+    return _members("dp")
+
+
+def get_mp_group() -> list[int]:
+    """Returns the global ranks of the model parallel group."""
+    return _members("mp")
+
+
+def get_world_process_group() -> dist.ProcessGroup | None:
+    """Returns the process group of all ranks."""
+    return current().groups.of("world")
+
+
+def get_pp_process_group() -> dist.ProcessGroup | None:
+    """Returns the process group of the pipeline."""
+    return current().groups.of("pp")
+
+
+def get_tp_process_group() -> dist.ProcessGroup | None:
+    """Returns the process group of tensor parallelism."""
+    return current().groups.of("tp")
+
+
+def get_rdp_process_group() -> dist.ProcessGroup | None:
+    """Returns the process group of reduced data parallelism."""
+    return current().groups.of("rdp")
+
+
+def get_dp_process_group() -> dist.ProcessGroup | None:
+    """Returns the process group of data parallelism."""
+    return current().groups.of("dp")
+
+
+def get_mp_process_group() -> dist.ProcessGroup | None:
+    """Returns the process group of model parallelism."""
+    return current().groups.of("mp")
+
+
+def barrier() -> None:
+    """Waits for all ranks."""
+    dist.barrier(group=current().groups.of("world"))
+
+
+def pp_barrier() -> None:
+    """Waits for the pipeline group."""
+    dist.barrier(group=current().groups.of("pp"))
+
+
+def mp_barrier() -> None:
+    """Waits for the model parallel group."""
+    dist.barrier(group=current().groups.of("mp"))
+
+
+def dp_barrier() -> None:
+    """Waits for the data parallel group."""
+    dist.barrier(group=current().groups.of("dp"))
+
+
+def _members(axis: Axis) -> list[int]:
+    return list(current().placement.group(axis, dist.get_rank()))

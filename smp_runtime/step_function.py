@@ -1,0 +1,132 @@
+"""`@smp.step`: one forward and backward pass over all microbatches of a batch."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, overload
+
+import torch
+
+from . import device, rng
+from .microbatch import Splitter, join
+from .runtime import Runtime, current
+from .step_inputs import Call, share_inputs
+from .trees import map_tensors
+
+
+class StepFunction:
+    """A decorated function. Calling it runs the body once per microbatch, on every rank.
+
+    An instance, not a function: as a class attribute it does not bind `self`, as SMP's did not.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        non_split_inputs: Sequence[str],
+        input_split_axes: Mapping[str, int],
+        detach_outputs: bool,
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._splitter = Splitter(function, non_split_inputs, input_split_axes)
+        self._detach = detach_outputs
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs one step.
+
+        Returns:
+            What the body returned, with a `StepOutput` for each tensor and a list with one entry
+            per microbatch for any other leaf; the same on all ranks of the pipeline group.
+
+        Raises:
+            MicrobatchError: the arguments can't be split; on every rank, before anything ran.
+            PeerError: another rank failed; says how.
+        """
+        runtime = current()
+        engine = runtime.engine
+        engine.begin_step()
+        try:
+            calls, seed = self._prepare(runtime, (args, kwargs))
+        except Exception as error:
+            _tell(runtime, error)
+            raise
+        model = runtime.model
+        loss_scale = 1.0
+        if model is not None and model.average_grads_across_microbatches:
+            loss_scale = 1.0 / len(calls)
+        shared = None if model is None else model.begin_step()
+        results = engine.run(
+            self._function, calls, loss_scale=loss_scale, seed=seed, detach=self._detach
+        )
+        if model is not None:
+            try:
+                model.end_step(shared)
+            except Exception as error:
+                _tell(runtime, error)
+                raise
+        engine.end_step()
+        return join(results)
+
+    def _prepare(self, runtime: Runtime, call: Call) -> tuple[list[Call], int]:
+        config, m = runtime.config, runtime.config.microbatches
+        seed = config.seed if config.seed is not None else rng.initial_seed()
+        is_leader = runtime.engine.transport.rank == 0
+        if is_leader or not config.broadcast_inputs:
+            self._splitter.split(*call, m)  # a wrong batch must fail before anything is sent
+        if runtime.engine.transport.size > 1 and config.broadcast_inputs:
+            call, seed = share_inputs(runtime.engine, call, seed)
+        target = device.current_device()
+        args, kwargs = map_tensors(
+            lambda tensor: tensor if tensor.device.type == target.type else tensor.to(target), call
+        )
+        # Replicas differ in their dropout; the ranks of one pipeline group agree.
+        return self._splitter.split(args, kwargs, m), seed + runtime.here.dp_rank
+
+
+def _tell(runtime: Runtime, error: Exception) -> None:
+    trace = "".join(traceback.format_exception(error))
+    report = f"rank {runtime.here.pp_rank}, step {runtime.engine.step}, outside the bodies"
+    runtime.transport.fail(f"{report}\n{trace}")
+    error.add_note(report)
+
+
+@overload
+def step(function: Callable[..., Any], /) -> StepFunction: ...
+
+
+@overload
+def step(
+    *,
+    non_split_inputs: Sequence[str] = (),
+    input_split_axes: Mapping[str, int] | None = None,
+    detach_outputs: bool = True,
+) -> Callable[[Callable[..., Any]], StepFunction]: ...
+
+
+def step(
+    function: Callable[..., Any] | None = None,
+    *,
+    non_split_inputs: Sequence[str] = (),
+    input_split_axes: Mapping[str, int] | None = None,
+    detach_outputs: bool = True,
+) -> StepFunction | Callable[[Callable[..., Any]], StepFunction]:
+    """Makes a function one step of training or evaluation; ``@smp.step`` and ``@smp.step()``.
+
+    Args:
+        function: the body: forward, loss, and `model.backward(loss)` where gradients are wanted.
+        non_split_inputs: names of arguments that every microbatch gets whole.
+        input_split_axes: batch dimension by argument name; 0 where nothing is said.
+        detach_outputs: cut returned tensors off their graphs. False keeps the graphs alive on
+            the rank that owns them, and costs their memory.
+
+    Raises:
+        MicrobatchError: a name is not an argument of the function.
+    """
+
+    def decorate(body: Callable[..., Any]) -> StepFunction:
+        return StepFunction(body, non_split_inputs, input_split_axes or {}, detach_outputs)
+
+    return decorate if function is None else decorate(function)
