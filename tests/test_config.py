@@ -22,7 +22,7 @@ def environment(**settings: Any) -> dict[str, str]:
 
 DEFAULTS = """{
     pipeline_parallel_degree: 1, microbatches: 1, active_microbatches: null,
-    pipeline: interleaved, optimize: memory, memory_weight: 0.8, placement_strategy: cluster,
+    pipeline: interleaved, optimize: memory, memory_weight: 0.0, placement_strategy: cluster,
     auto_partition: true, default_partition: null,
     ddp: false, ddp_port: null, ddp_dist_backend: auto, deterministic_server: false,
     broadcast_inputs: true, debug: false, timeout: 600.0, seed: null, stages_per_rank: 1,
@@ -240,7 +240,7 @@ def test_an_old_script_with_everything_at_its_default_is_silent() -> None:
             },
             environment(partitions=2, ddp=True, contiguous=True),
         )
-    assert (config.pipeline_parallel_degree, config.memory_weight) == (2, 0.8)
+    assert (config.pipeline_parallel_degree, config.memory_weight) == (2, 0.0)
 
 
 def test_the_environment_wins() -> None:
