@@ -92,7 +92,8 @@ class Body:
         self._cut_gradients: dict[int, torch.Tensor | None] = {}
         self._stages: dict[int, int] = {}
         self._static: dict[int, Value] = {}
-        self._owned_memory: dict[int, Cell] = {}
+        # By identity, and with the storage, so that an identity can't be given to another one.
+        self._owned_memory: dict[int, tuple[Any, Cell]] = {}
 
     # -- numbers and addresses ---------------------------------------------------------------
 
@@ -132,8 +133,9 @@ class Body:
                 self._static[id(tensor)] = known
             return known
         if self._owned_memory and type(tensor) is torch.Tensor:
-            cell = self._owned_memory.get(tensor.untyped_storage()._cdata)
-            if cell is not None:
+            owned = self._owned_memory.get(tensor.untyped_storage()._cdata)
+            if owned is not None:
+                cell = owned[1]
                 value = self.new_value(cell.owner, meta_of(tensor), 0, "a view", cell)
                 tag(tensor, value)
                 return value
@@ -226,7 +228,9 @@ class Body:
             return kept[1]
         self._num_cuts -= 1  # cuts are this rank's own affair: numbers of their own, below zero
         self._segments.add_root(real_depth, real, self._num_cuts, self.rank)
-        alias = self._segments.add_leaf(depth, real.detach(), self._num_cuts, self.rank)
+        # `data`, not `detach`: beginning a graph counts as a write, which must not be counted
+        # against what autograd saved of `real`. Real writes are, in `note_change`.
+        alias = self._segments.add_leaf(depth, real.data, self._num_cuts, self.rank)
         value.aliases[key] = (self._now(value), alias)
         return alias
 
@@ -283,7 +287,8 @@ class Body:
         if value is None:
             cell = Cell(target)
             if type(tensor) is torch.Tensor:
-                self._owned_memory[tensor.untyped_storage()._cdata] = cell
+                storage = tensor.untyped_storage()
+                self._owned_memory[storage._cdata] = (storage, cell)
             value = self.new_value(target, meta, depth, "a tensor changed in place", cell)
             tag(tensor, value)
             return
@@ -304,6 +309,8 @@ class Body:
         if meta.requires_grad and torch.is_grad_enabled():
             value.depth = depth
         if self.rank == target and used is not None and used is not tensor:
+            if value.owner == self.rank and not tensor.is_meta and type(tensor) is torch.Tensor:
+                torch.autograd.graph.increment_version(self.base(tensor, value))
             value.base = used
 
     def new_result(

@@ -93,7 +93,7 @@ class GlueMode(TorchFunctionMode):
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
-        """Watches again inside `suspended`: for a hook that runs in the middle of a module."""
+        """Watches again where it was suspended: for a hook that runs inside a module."""
         if self.is_active:
             yield
             return
@@ -113,7 +113,11 @@ class GlueMode(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Runs one operation, wherever it belongs."""
-        return self.run(func, args, kwargs or {})
+        self.is_active = False  # torch takes the mode off the stack for as long
+        try:
+            return self.run(func, args, kwargs or {})
+        finally:
+            self.is_active = True
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs one operation while this mode is off the stack."""
@@ -145,21 +149,12 @@ class GlueMode(TorchFunctionMode):
                 "torch.autograd.grad inside a step is not supported on a partitioned model"
             )
         if func is torch.Tensor.__iter__:
-            with self.resumed_here():
+            with self.resumed():
                 return iter(args[0].unbind(0))
         metas = [meta_of(tensor) if value is None else value.meta for tensor, value in operands]
         tensors = [tensor for tensor, _ in operands]
         effect = self.body.engine.analyser.effect(func, args, kwargs, tensors, metas)
         return _Operation(self.body, func, args, kwargs, operands, effect).run()
-
-    @contextmanager
-    def resumed_here(self) -> Iterator[None]:
-        """Watches inside `__torch_function__`, where torch has taken the mode off the stack."""
-        torch._C._push_on_torch_function_stack(self)
-        try:
-            yield
-        finally:
-            torch._C._pop_torch_function_stack()
 
 
 class _Operation:
