@@ -1,0 +1,249 @@
+r"""Fine-tunes a causal language model over pipeline ranks, and saves it as a Hugging Face folder.
+
+    python -m launch configs/finetune_cpu.yaml examples/finetune_causal_lm.py
+    torchrun --nproc-per-node 4 examples/finetune_causal_lm.py \
+        --config configs/finetune_tiny_pp4.yaml
+    python examples/finetune_causal_lm.py --config configs/finetune_tiny_one_process.yaml
+
+A config has two parts: `smp` for the runtime and `train` for the settings below, which may also
+be given at the end of the command line: `steps=100 text=my.jsonl`.
+"""
+
+import argparse
+import json
+import os
+import resource
+import sys
+import textwrap
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from load_model import load_model
+from pydantic import BaseModel, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from text_data import SettingError, endless_batches, hold_out, pack, read_documents
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
+
+import smp_runtime as smp
+
+BAR = "step {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"  # of tqdm
+
+
+class Settings(BaseModel, extra="forbid", frozen=True):
+    """The part `train` of a config."""
+
+    model: str = "gguf"  # folder, name on the hub, `gguf` (SmolLM2-135M-Instruct) or `tiny-random`
+    text: str = "pydoc_data.topics"  # file, .jsonl with a field `text`, or Python's help texts
+    steps: PositiveInt = 20  # optimizer steps
+    batch_size: PositiveInt = 8  # sequences per step and replica; a multiple of `microbatches`
+    sequence_length: PositiveInt = 128  # tokens per sequence
+    learning_rate: PositiveFloat = 1e-4  # of AdamW, the same in every step
+    max_grad_norm: PositiveFloat = 1.0  # gradients are scaled down to this global norm
+    held_out_sequences: PositiveInt = 32  # about how many of the last tenth the loss is measured on
+    prompt: str = ""  # what the samples continue; empty: the beginning of the held-out text
+    sample_tokens: NonNegativeInt = 40  # how many tokens a sample adds; 0: no samples
+    seed: int = 0  # of the shuffling, and of the weights of `tiny-random`
+    output: str = ""  # where the model is saved; empty: runs/<name of the config>
+
+
+def read_settings(path: str, assignments: list[str]) -> Settings:
+    """Returns the settings in a config, overruled by those of the command line."""
+    settings = dict((yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}).get("train", {}))
+    for assignment in assignments:
+        name, _, value = assignment.partition("=")
+        settings[name] = yaml.safe_load(value)
+    settings["output"] = settings.get("output") or f"runs/{Path(path).stem}"
+    try:
+        return Settings(**settings)
+    except ValidationError as error:
+        lines = [f"train.{e['loc'][0]}={e['input']!r}: {e['msg']}" for e in error.errors()]
+        known = f"The settings are: {', '.join(Settings.model_fields)}"
+        raise SettingError("\n".join([*lines, known])) from None
+
+
+@smp.step
+def train_step(model: smp.DistributedModel, tokens: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+    model.backward(loss)
+    return loss
+
+
+@smp.step
+def evaluation_step(model: smp.DistributedModel, tokens: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+    return loss
+
+
+def held_out_loss(model: smp.DistributedModel, batches: Iterable[torch.Tensor]) -> float:
+    model.eval()
+    with torch.no_grad():
+        losses = [evaluation_step(model, batch).reduce_mean().item() for batch in batches]
+    model.train()
+    return sum(losses) / len(losses)
+
+
+def train(
+    model: smp.DistributedModel,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[torch.Tensor],
+    settings: Settings,
+) -> list[Any]:
+    """Returns a report for every step: where its time went on this rank."""
+    reports = []
+    steps = tqdm(range(settings.steps), bar_format=BAR, ncols=90, disable=smp.rank() != 0)
+    for _, batch in zip(steps, batches, strict=False):
+        began = time.perf_counter()
+        loss = train_step(model, batch).reduce_mean().item()
+        model.clip_grad_norm_(settings.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds = time.perf_counter() - began
+        reports.append(model.step_report())
+        rate = batch.numel() * smp.dp_size() / seconds
+        text = f"loss {loss:.3f}, {rate:.0f} tokens/s, {seconds:.2f} s/step"
+        steps.set_postfix_str(text, refresh=False)
+    return reports
+
+
+def continuation(model: Any, tokenizer: Any, prompt: str, num_tokens: int) -> str:
+    """Returns a prompt and the most probable tokens after it, by a plain model on one rank."""
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    model.eval()
+    tokens = model.generate(**inputs, max_new_tokens=num_tokens, do_sample=False)[0]
+    model.train()
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def reset_peak_memory() -> None:
+    """Makes `peak_memory` forget what loading the whole model took."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    elif (forget := Path("/proc/self/clear_refs")).exists():
+        forget.write_text("5")  # Linux: sets VmHWM back to what is resident now
+
+
+def peak_memory() -> int:
+    """Returns peak bytes: allocated on the GPU, or resident in this process without one."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    if (status := Path("/proc/self/status")).exists():
+        lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        return int(lines["VmHWM"].split()[0]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def row_of_this_rank(model: smp.DistributedModel, reports: list[Any]) -> list[str]:
+    """Returns a line of the final table."""
+    wall = sum(report.wall for report in reports)
+    busy = sum(report.busy for report in reports)
+    row = [
+        f"{smp.rank()}",
+        f"{smp.pp_rank()}",
+        f"{smp.dp_rank()}",
+        f"{sum(p.numel() for p in model.local_parameters()) / 1e6:.2f} M",
+        f"{peak_memory() / 2**20:.0f} MiB",
+        f"{busy / wall:.0%}",
+        f"{1 - busy / wall:.0%}",
+    ]
+    if emulated := sum(report.clock for report in reports):
+        row.append(f"{emulated / len(reports):.3f} s")
+    return row
+
+
+def final_table(rows: list[list[str]]) -> Table:
+    names = ["rank", "pp_rank", "dp_rank", "parameters", "peak memory", "busy", "bubble"]
+    table = Table(*names, *["emulated step"] * (len(rows[0]) - len(names)), box=box.SIMPLE)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def save(
+    model: smp.DistributedModel, tokenizer: Any, folder: Path, held_out: dict[str, Any]
+) -> None:
+    """Saves a plain Hugging Face folder, and beside it what `check_saved_model.py` compares."""
+    state = model.state_dict(gather_to_rank0=True)  # every rank sends its part to rank 0
+    if smp.rank() == 0:
+        model.get_module().save_pretrained(folder, state_dict=state)
+        tokenizer.save_pretrained(folder)
+        (folder / "held_out.json").write_text(json.dumps(held_out))
+
+
+def finetune(config: str, settings: Settings) -> bool:
+    """Does what the settings say; returns whether the held-out loss is lower than before."""
+    console = Console(width=100, highlight=False, quiet=smp.rank() != 0)  # only rank 0 speaks
+    torch.manual_seed(settings.seed)  # every rank makes or loads the same whole model
+    console.print(f"model {settings.model}, text {settings.text}, {smp.size()} ranks")
+    plain, tokenizer = load_model(settings.model)
+
+    sequences = pack(read_documents(settings.text), tokenizer, settings.sequence_length)
+    size = settings.batch_size
+    training, held_out = hold_out(sequences, size, smp.dp_size(), settings.held_out_sequences)
+    batches = endless_batches(training, size, smp.dp_rank(), smp.dp_size(), settings.seed)
+    console.print(f"{len(training)} sequences to train on, {len(held_out)} to measure the loss on")
+
+    prompt = settings.prompt or tokenizer.decode(held_out[0, :16], skip_special_tokens=True)
+    before = ""
+    if smp.rank() == 0 and settings.sample_tokens:
+        before = continuation(plain, tokenizer, prompt, settings.sample_tokens)
+
+    model = smp.DistributedModel(plain)
+    optimizer = smp.DistributedOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
+    )
+    loss_before = held_out_loss(model, held_out.split(size))  # the first step partitions the model
+    console.print(f"held-out loss before: {loss_before:.4f}")
+
+    reset_peak_memory()
+    began = time.perf_counter()
+    reports = train(model, optimizer, batches, settings)
+    console.print(f"{settings.steps} steps took {time.perf_counter() - began:.1f} s")
+    rows: list[Any] = [None] * smp.size()
+    dist.all_gather_object(rows, row_of_this_rank(model, reports))
+    console.print(final_table(rows))
+
+    loss = held_out_loss(model, held_out.split(size))
+    console.print(f"held-out loss before {loss_before:.4f}, after {loss:.4f}")
+    folder = Path(settings.output)
+    measured = {"loss": loss, "batch_size": size, "token_ids": held_out.tolist()}
+    save(model, tokenizer, folder, measured)
+
+    if smp.rank() == 0 and settings.sample_tokens:
+        saved = AutoModelForCausalLM.from_pretrained(folder)
+        after = continuation(saved, tokenizer, prompt, settings.sample_tokens)
+        for title, sample in (("before", before), ("after", after)):
+            console.print(f"\nsample {title}:\n{textwrap.indent(sample, '    ')}", markup=False)
+    check = [sys.executable, Path(__file__).with_name("check_saved_model.py")]
+    command = " ".join([*map(os.path.relpath, check), str(folder)])
+    console.print(
+        f"\nsaved as a Hugging Face folder: {folder}\ncheck it: {command}", soft_wrap=True
+    )
+    smp.barrier()
+    return loss < loss_before
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Fine-tunes a causal language model.")
+    parser.add_argument("--config", required=True, help="a file like those in configs/")
+    parser.add_argument("settings", nargs="*", metavar="NAME=VALUE", help="overrules the config")
+    arguments = parser.parse_args()
+    try:
+        settings = read_settings(arguments.config, arguments.settings)
+        smp.init(arguments.config)
+        has_learned = finetune(arguments.config, settings)
+    except SettingError as error:
+        sys.exit(f"finetune_causal_lm.py: {error}")
+    if not has_learned:
+        sys.exit("finetune_causal_lm.py: the held-out loss is not lower than before")
+
+
+if __name__ == "__main__":
+    main()
