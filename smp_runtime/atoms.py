@@ -10,7 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from .module_tree import ModuleNode, ParameterFact, join_path
+from .module_tree import ModuleNode, ParameterFact, is_below, join_path
 
 __all__ = ["Atom", "Charge", "atoms_at_level", "charge", "is_placeable"]
 
@@ -153,7 +153,7 @@ def _left_over(
 
 def _last_sibling(child: ModuleNode, opened: list[ModuleNode], index_of: Mapping[int, int]) -> int:
     """Returns the last atom of the closest opened module around `child` that has one."""
-    around = [node for node in opened if not node.path or child.path.startswith(node.path + ".")]
+    around = [node for node in opened if is_below(child.path, node.path)]
     for node in reversed(around):
         found = [index_of[id(below)] for below in node.walk() if id(below) in index_of]
         if found:

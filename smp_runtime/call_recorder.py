@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from . import device
-from .module_tree import OwnCost
-from .op_cost import Machine, OpCost, op_cost, parameter_gradient_cost
+from .module_tree import OwnCost, ancestors, is_below
+from .op_cost import Machine, OpCost, draws, named_arguments, op_cost, parameter_gradient_cost
 from .rng import host_random_state
 
 __all__ = ["CallRecorder", "Record"]
@@ -41,6 +41,13 @@ class Record:
         costs[origin] = OwnCost(
             origin, before.compute + seconds, before.activation_bytes + saved_bytes
         )
+
+    def keep_faster(self, other: Record) -> None:
+        """Keeps of each cost the smaller one: what took longer in one run was disturbed."""
+        for path, costs in self.costs.items():
+            for origin, cost in costs.items():
+                again = other.costs[path].get(origin, cost)
+                costs[origin] = min(cost, again, key=lambda either: either.compute)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +102,10 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch 
         self._origin: dict[StorageWeakRef, int] = {}
         self._saved: set[StorageWeakRef] = set()
         self._first_use: dict[StorageWeakRef, int] = {}
+        self._hooks = []
         for module in model.modules():
-            module.register_forward_pre_hook(self._enter, with_kwargs=True)
-            module.register_forward_hook(self._leave, always_call=True)
+            self._hooks.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
 
     def first_use_of(self, tensor: torch.Tensor) -> int | None:
         """Returns the number of calls begun before a parameter was first used."""
@@ -107,6 +115,8 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch 
     def close(self) -> None:
         """Ends the run."""
         self._note_host_draws()
+        for hook in self._hooks:
+            hook.remove()
 
     def save(self, tensor: torch.Tensor) -> Any:
         """Counts a tensor that autograd saves for backward; stands in for packing it."""
@@ -155,9 +165,9 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch 
     def _note_open_modules(self, path: str) -> None:
         """A call into a subtree from outside, or out of one, opens what it crosses."""
         active = {frame.path for frame in self._stack}
-        self.record.open_modules.update(set(_ancestors(path)) - active)
+        self.record.open_modules.update(set(ancestors(path)) - active)
         self.record.open_modules.update(
-            other for other in active if other != path and not _is_below(path, other)
+            other for other in active if other != path and not is_below(path, other)
         )
 
     def __torch_dispatch__(
@@ -169,6 +179,9 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch 
     ) -> Any:
         """Runs the operation and records it."""
         kwargs = kwargs or {}
+        if func.namespace == "prim":
+            # Fake tensors look up their device as an operation.
+            return func(*args, **kwargs)
         if torch.is_inference_mode_enabled():
             # Elsewhere autograd has already taken composite operations apart.
             with self:
@@ -190,7 +203,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch 
             cost = OpCost(measured, measured * cost.backward / cost.forward)
         seconds = cost.forward + cost.backward + self._gradient_cost(func, inputs)
         self.record.add(self._path(), origin, seconds)
-        if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
+        if torch.Tag.nondeterministic_seeded in func.tags and draws(func, args, kwargs):
             self.record.drawing.add(self._path())
         return result
 
@@ -229,7 +242,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch 
     def _note_foreign_use(self, key: StorageWeakRef, owners: Sequence[str]) -> None:
         """A parameter is used while its owner is not being called."""
         for frame in reversed(self._stack):
-            if any(_is_below(owner, frame.path) for owner in owners):
+            if any(is_below(owner, frame.path) for owner in owners):
                 self.record.opaque_modules.add(frame.path)
                 return
             self.record.open_modules.add(frame.path)
@@ -248,7 +261,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch 
         self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         assert self._before_write is not None
-        named = _named_arguments(func, args, kwargs)
+        named = named_arguments(func, args, kwargs)
         for argument in func._schema.arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for tensor in _tensors(named.get(argument.name)):
@@ -282,32 +295,6 @@ def _holds_parameters(module: nn.Module) -> bool:
     )
 
 
-def _ancestors(path: str) -> list[str]:
-    """Returns the paths of the modules around `path`, the root included."""
-    parts = path.split(".") if path else []
-    return [".".join(parts[:end]) for end in range(len(parts))]
-
-
-def _is_below(path: str, top: str) -> bool:
-    return path == top or not top or path.startswith(top + ".")
-
-
 def _comparable_host_state() -> tuple[Any, ...]:
     python, numpy = host_random_state()
     return python, numpy and tuple(getattr(part, "tolist", lambda p=part: p)() for part in numpy)
-
-
-def _named_arguments(
-    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
-    declared = func._schema.arguments
-    given = dict(zip((argument.name for argument in declared), args, strict=False))
-    return {argument.name: argument.default_value for argument in declared} | given | dict(kwargs)
-
-
-def _draws(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation that may draw random numbers does so with these arguments."""
-    named = _named_arguments(func, args, kwargs)
-    off = any(named.get(name) is False for name in ("train", "training"))
-    zero = any(named.get(name) == 0.0 for name in ("dropout_p", "dropout"))
-    return not (off or zero)

@@ -10,13 +10,15 @@ from __future__ import annotations
 import copy
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["ModelState"]
+__all__ = ["ModelState", "values_kept"]
 
 HOOK_ATTRIBUTES = (
     "_forward_hooks",
@@ -102,3 +104,42 @@ def _has_state(value: Any) -> bool:
         return False
     package = type(value).__module__.partition(".")[0]
     return package == "__main__" or not (package in sys.stdlib_module_names or package == "torch")
+
+
+@contextmanager
+def values_kept(tensors: Sequence[torch.Tensor]) -> Iterator[Callable[[torch.Tensor], None]]:
+    """Yields what to call before a tensor is written to, so that it can be put back."""
+    known = {tensor.untyped_storage().data_ptr(): tensor for tensor in _stored(tensors)}
+    saved: dict[int, torch.Tensor] = {}
+
+    def before_write(tensor: torch.Tensor) -> None:
+        place = tensor.untyped_storage().data_ptr()
+        if place in known and place not in saved:
+            saved[place] = _flat(known[place]).clone()
+
+    for tensor in known.values():
+        # Batch norm does not tell torch that it writes to its buffers. Parameters are too large.
+        if not isinstance(tensor, nn.Parameter):
+            before_write(tensor)
+    try:
+        yield before_write
+    finally:
+        with torch.no_grad():
+            for place, values in saved.items():
+                _flat(known[place]).copy_(values)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns all of the memory behind a tensor."""
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return whole.set_(tensor.untyped_storage())
+
+
+def _stored(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [
+        tensor
+        for tensor in tensors
+        if tensor.layout is torch.strided
+        and not tensor.is_meta
+        and not isinstance(tensor, FakeTensor)
+    ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["ModuleNode", "OwnCost", "ParameterFact", "join_path"]
+__all__ = ["ModuleNode", "OwnCost", "ParameterFact", "ancestors", "is_below", "join_path"]
 
 TRAINABLE_COPIES = 4
 """What a trainable parameter takes of its own size: itself, its gradient and two Adam moments."""
@@ -17,6 +17,17 @@ TRAINABLE_COPIES = 4
 def join_path(path: str, name: str) -> str:
     """Returns the dotted path of `name` inside the module at `path` (``""`` is the root)."""
     return f"{path}.{name}" if path else name
+
+
+def ancestors(path: str) -> list[str]:
+    """Returns the paths of the modules around `path`, the root included."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:end]) for end in range(len(parts))]
+
+
+def is_below(path: str, top: str) -> bool:
+    """Says whether a path is that of the module at `top` or of one inside it."""
+    return path == top or not top or path.startswith(top + ".")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["ACCELERATOR", "CPU", "Machine", "OpCost", "op_cost", "parameter_gradient_cost"]
+__all__ = [
+    "ACCELERATOR",
+    "CPU",
+    "Machine",
+    "OpCost",
+    "draws",
+    "named_arguments",
+    "op_cost",
+    "parameter_gradient_cost",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,3 +168,20 @@ _FLOPS: dict[Any, Callable[..., int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     torch.ops.aten._grouped_mm: _grouped_flops,
 }
+
+
+def named_arguments(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the arguments of an operation by name, defaults included."""
+    declared = func._schema.arguments
+    given = dict(zip((argument.name for argument in declared), args, strict=False))
+    return {argument.name: argument.default_value for argument in declared} | given | dict(kwargs)
+
+
+def draws(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Says whether an operation that may draw random numbers does so with these arguments."""
+    named = named_arguments(func, args, kwargs)
+    off = any(named.get(name) is False for name in ("train", "training"))
+    zero = any(named.get(name) == 0.0 for name in ("dropout_p", "dropout"))
+    return not (off or zero)

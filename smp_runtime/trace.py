@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from . import device
 from .call_recorder import CallRecorder, Record
-from .model_state import ModelState
+from .model_state import ModelState, values_kept
 from .module_tree import ModuleNode, ParameterFact, join_path
 from .op_cost import ACCELERATOR, CPU, Machine
 from .rng import host_random_state, set_host_random_state
@@ -35,7 +35,7 @@ DECLARED_TOKENS = 512
 """Assumed rows of each module's input where no run tells."""
 
 MEASURED_RUNS = 3
-"""Of several measured runs the last counts: the first ones load code and caches."""
+"""Of so many measured runs the fastest time of each module counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,8 @@ def trace_model(
     if measure_times and not is_meta:
         attempts = ["measured"]
     reasons = []
-    for source in attempts:
-        for with_hooks in (False, True):
+    for with_hooks in (False, True):
+        for source in attempts:
             try:
                 return _run(model, args, kwargs, source, with_hooks=with_hooks)
             except Exception as error:  # noqa: BLE001 (whatever the user's forward raises)
@@ -102,7 +102,7 @@ def _run(
     state = ModelState(model, args, kwargs)
     target = _device_of(state.tensors)
     machine = CPU if target.type == "cpu" else ACCELERATOR
-    with _random_state_kept(), _written_restored(state) as before_write:
+    with _random_state_kept(), values_kept(state.tensors) as before_write:
         try:
             if not with_hooks:
                 state.remove_hooks()
@@ -110,11 +110,13 @@ def _run(
                 recorder, fakes = _run_fake(model, args, kwargs, state, target, machine)
             else:
                 fakes = {}
-                for _ in range(MEASURED_RUNS if source == "measured" else 1):
-                    recorder = CallRecorder(
-                        model, machine, measure=source == "measured", before_write=before_write
-                    )
-                    _call(model, args, kwargs, recorder)
+                measure = source == "measured"
+                recorder = CallRecorder(model, machine, measure=measure, before_write=before_write)
+                _call(model, args, kwargs, recorder)
+                for _ in range(MEASURED_RUNS - 1 if measure else 0):
+                    again = CallRecorder(model, machine, measure=True, before_write=before_write)
+                    _call(model, args, kwargs, again)
+                    recorder.record.keep_faster(again.record)
         finally:
             state.restore()
     uses = {
@@ -192,41 +194,6 @@ def _random_state_kept() -> Iterator[None]:
     finally:
         device.set_random_state(torch_state)
         set_host_random_state(host_state)
-
-
-@contextmanager
-def _written_restored(state: ModelState) -> Iterator[Callable[[torch.Tensor], None]]:
-    """Yields what to call before a tensor is written to, so that it can be put back."""
-    known = {tensor.untyped_storage().data_ptr(): tensor for tensor in _stored(state.tensors)}
-    saved: dict[int, torch.Tensor] = {}
-
-    def before_write(tensor: torch.Tensor) -> None:
-        place = tensor.untyped_storage().data_ptr()
-        if place in known and place not in saved:
-            saved[place] = _flat(known[place]).clone()
-
-    try:
-        yield before_write
-    finally:
-        with torch.no_grad():
-            for place, values in saved.items():
-                _flat(known[place]).copy_(values)
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns all of the memory behind a tensor."""
-    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return whole.set_(tensor.untyped_storage())
-
-
-def _stored(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [
-        tensor
-        for tensor in tensors
-        if tensor.layout is torch.strided
-        and not tensor.is_meta
-        and not isinstance(tensor, FakeTensor)
-    ]
 
 
 def _all_tensors(model: nn.Module, *nests: Any) -> Iterator[torch.Tensor]:

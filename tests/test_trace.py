@@ -1,0 +1,380 @@
+import random
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+)
+
+from smp_runtime.module_tree import ModuleNode
+from smp_runtime.op_cost import CPU, parameter_gradient_cost
+from smp_runtime.trace import trace_model
+
+X = torch.zeros(2, 4)
+
+
+def nodes(root: ModuleNode) -> dict[str, ModuleNode]:
+    return {node.path: node for node in root.walk()}
+
+
+class Residual(nn.Module):
+    """Declares its layers in another order than it calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 4)
+        self.first = nn.Linear(4, 4)
+        self.unused = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.last(self.first(x).relu())
+
+
+def test_order_is_that_of_execution():
+    tree = nodes(trace_model(Residual(), (X,)).root)
+    assert {path: node.calls for path, node in tree.items()} == {
+        "": (0,),
+        "first": (1,),
+        "last": (2,),
+        "unused": (),
+    }
+
+
+def test_a_module_called_twice_has_two_calls():
+    shared = nn.Linear(4, 4)
+    tree = nodes(trace_model(nn.Sequential(shared, nn.ReLU(), shared), (X,)).root)
+    assert tree["0"].calls == (1, 3)
+    assert "2" not in tree  # A module has one path, its first.
+
+
+def test_facts_are_those_of_the_parameters_and_persistent_buffers():
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4), requires_grad=False)
+            self.register_buffer("kept", torch.ones(2, dtype=torch.float64))
+            self.register_buffer("derived", torch.ones(3), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight
+
+    weight, kept = trace_model(Holder(), (X,)).root.own_parameters
+    assert (weight.name, weight.num_elements, weight.bytes) == ("weight", 4, 16)
+    assert (weight.requires_grad, weight.is_buffer, weight.first_use) == (False, False, 1)
+    assert (kept.name, kept.bytes, kept.is_buffer, kept.first_use) == ("kept", 16, True, None)
+
+
+def test_a_shared_parameter_has_one_group():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    facts = dict(trace_model(model, (X,)).root.facts())
+    assert facts["0.weight"].group == facts["1.weight"].group
+
+
+def test_cost_of_a_linear_is_three_products():
+    rows, inner, outer = 512, 1024, 2048
+    model = nn.Sequential(nn.Linear(inner, inner, bias=False), nn.Linear(inner, outer, bias=False))
+    tree = nodes(trace_model(model, (torch.zeros(rows, inner),)).root)
+    product = 2 * rows * inner * outer / CPU.flops
+    gradient = parameter_gradient_cost(4 * inner * outer, CPU)
+    assert tree["1"].compute == pytest.approx(3 * product + gradient, rel=0.01)
+    # The first one needs no gradient of its input.
+    assert tree["0"].compute == pytest.approx(2 * product / 2 + gradient / 2, rel=0.01)
+
+
+def test_frozen_modules_have_no_backward():
+    frozen = nn.Linear(1024, 1024, bias=False).requires_grad_(False)
+    tree = nodes(trace_model(nn.Sequential(frozen), (torch.zeros(512, 1024),)).root)
+    assert tree["0"].compute == pytest.approx(2 * 512 * 1024 * 1024 / CPU.flops, rel=0.01)
+    assert tree["0"].activation_bytes == 0
+
+
+def test_activations_are_what_autograd_saves():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    tree = nodes(trace_model(model, (X,)).root)
+    # The input of the first, the result of the ReLU, which is also the input of the last.
+    assert [tree[path].activation_bytes for path in "012"] == [2 * 4 * 4, 2 * 8 * 4, 0]
+    assert [tree[path].output_bytes for path in "012"] == [2 * 8 * 4, 2 * 8 * 4, 2 * 3 * 4]
+
+
+def test_the_loss_is_charged_to_the_head():
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(4, 4)
+            self.head = nn.Linear(4, 1000)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return functional.cross_entropy(self.head(self.body(x)), y)
+
+    tree = nodes(trace_model(Classifier(), (X, torch.zeros(2, dtype=torch.long))).root)
+    assert {cost.origin for cost in tree[""].own_costs if cost.compute} == {tree["head"].order}
+
+
+# What may be placed as a whole.
+
+
+def test_a_module_entered_from_outside_is_not_closed():
+    class Peeking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(OrderedDict(a=nn.Linear(4, 4), b=nn.Linear(4, 4)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.body.a(self.body(x))
+
+    tree = nodes(trace_model(Peeking(), (X,)).root)
+    assert [path for path, node in tree.items() if not node.is_closed] == ["body"]
+
+
+def test_two_parents_of_one_module_are_not_closed_but_glue_may_be_shared():
+    class Parent(nn.Module):
+        def __init__(self, child: nn.Module, act: nn.Module) -> None:
+            super().__init__()
+            self.own, self.child, self.act = nn.Linear(4, 4), child, act
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.act(self.child(self.own(x)))
+
+    act = nn.ReLU()
+    shared = nn.Linear(4, 4)
+    tree = nodes(trace_model(nn.Sequential(Parent(shared, act), Parent(shared, act)), (X,)).root)
+    assert [path for path, node in tree.items() if not node.is_closed] == ["0", "1"]
+    tree = nodes(
+        trace_model(
+            nn.Sequential(Parent(nn.Linear(4, 4), act), Parent(nn.Linear(4, 4), act)), (X,)
+        ).root
+    )
+    assert all(node.is_closed for node in tree.values())
+
+
+def test_using_a_childs_parameter_without_calling_it_is_opaque():
+    model = nn.Sequential(nn.MultiheadAttention(4, 2, batch_first=True))
+    attention = model[0]
+    x = torch.zeros(1, 3, 4)
+    tree = nodes(trace_model(attention, (x, x, x)).root)
+    assert tree[""].is_opaque and tree[""].is_closed
+    assert tree["out_proj"].calls == ()
+
+
+def test_a_parameter_given_as_an_argument_keeps_the_receiver_closed():
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(4))
+
+        def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            return x * scale + self.bias
+
+    class Giver(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+            self.child = Scale()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.child(x, self.scale)
+
+    tree = nodes(trace_model(Giver(), (X,)).root)
+    assert all(node.is_closed for node in tree.values())
+
+
+# The model stays as it was.
+
+
+class Stateful(nn.Module):
+    """Changes everything that a forward can change."""
+
+    def __init__(self, *, looks_at_values: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.linear = nn.Linear(4, 4)
+        self.drop = nn.Dropout(0.5)
+        self.register_buffer("steps", torch.zeros(()))
+        self.plain = torch.zeros(3)
+        self.counter = 0
+        self.history: list[int] = []
+        self.by_name = {"calls": {"inner": 0}}
+        self.looks_at_values = looks_at_values
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.counter += 1
+        self.history.append(self.counter)
+        self.by_name["calls"]["inner"] += 1
+        self.last_input = x
+        self.steps += 1
+        self.plain[0] = 7
+        x.add_(1)
+        x = self.drop(self.linear(self.norm(x))) * random.random() * np.random.rand()
+        if self.looks_at_values and x.sum() > 1e9:
+            x = x + 1
+        return x
+
+
+@pytest.mark.parametrize("looks_at_values", [False, True], ids=["fake", "real"])
+@pytest.mark.parametrize("measure_times", [False, True])
+def test_the_model_stays_as_it_was(looks_at_values, measure_times):
+    model, x = Stateful(looks_at_values=looks_at_values), torch.ones(2, 4)
+    fired = []
+    for module in model.modules():
+        module.register_forward_hook(lambda *_: fired.append("forward"))
+        module.register_forward_pre_hook(lambda *_: fired.append("pre"))
+    parameters = dict(model.named_parameters())
+    attributes = {path: dict(vars(module)) for path, module in model.named_modules()}
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    history, hooks = model.history, dict(model.linear._forward_hooks)
+
+    trace = trace_model(model, (x,), measure_times=measure_times)
+
+    source = "measured" if measure_times else "real" if looks_at_values else "fake"
+    assert trace.source == source
+    assert trace.drawing_modules == {"", "drop"}
+    assert fired == []
+    assert model.linear._forward_hooks == hooks
+    assert all(now is parameters[name] for name, now in model.named_parameters())
+    assert {path: dict(vars(module)) for path, module in model.named_modules()} == attributes
+    assert model.history is history and history == []
+    assert model.by_name == {"calls": {"inner": 0}} and model.counter == 0
+    assert all(torch.equal(now, tensors[name]) for name, now in model.state_dict().items())
+    assert torch.equal(model.plain, torch.zeros(3)) and torch.equal(x, torch.ones(2, 4))
+    assert torch.equal(torch.get_rng_state(), generators[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == generators[1:]
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_model_is_restored_when_its_forward_raises():
+    class Failing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.linear(x)
+            raise KeyError("no such thing")
+
+    model = Failing()
+    weight = model.linear.weight
+    with pytest.warns(UserWarning, match="declared order.*fake: KeyError.*real: KeyError"):
+        trace = trace_model(model, (X,))
+    assert trace.source == "declared"
+    assert model.linear.weight is weight and not model.linear._forward_hooks
+
+
+def test_hooks_fire_where_the_forward_needs_them():
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].register_forward_pre_hook(lambda module, args: (args[0]["x"],))
+    assert trace_model(model, ({"x": X},)).source == "fake"
+
+
+def test_dropout_that_is_off_does_not_draw():
+    model = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.0))
+    assert trace_model(model, (X,)).drawing_modules == {"0"}
+    assert trace_model(model.eval(), (X,)).drawing_modules == frozenset()
+
+
+# Where it cannot run on fake tensors.
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x)) if x.sum() == 0 else self.a(x)
+
+
+def test_a_branch_on_a_value_runs_for_real():
+    trace = trace_model(Branching(), (X,))
+    assert trace.source == "real"
+    assert nodes(trace.root)["b"].calls == (2,)
+    assert nodes(trace.root)["a"].activation_bytes == 2 * 4 * 4
+
+
+def test_on_meta_the_declared_order_has_to_do():
+    with torch.device("meta"):
+        model = Branching()
+    with pytest.warns(UserWarning, match="DataDependent"):
+        trace = trace_model(model, (X,))
+    assert trace.source == "declared"
+    assert [node.calls for node in trace.root.walk()] == [(0,), (1,), (2,)]
+    assert trace.drawing_modules == {"", "a", "b"}
+
+
+def test_measured_times_are_those_of_the_clock():
+    model = nn.Sequential(nn.Linear(256, 1024), nn.Linear(1024, 8))
+    tree = nodes(trace_model(model, (torch.zeros(64, 256),), measure_times=True).root)
+    assert 0 < tree["1"].compute < tree["0"].compute < 1
+
+
+# Hugging Face models.
+
+TINY = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2}
+BLOCK = {"intermediate_size": 32, "num_attention_heads": 2}
+SUBJECTS = {
+    "gpt2": {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    | {"bos_token_id": 0, "eos_token_id": 0},
+    "llama": TINY | BLOCK,
+    "mixtral": TINY | BLOCK | {"num_key_value_heads": 1, "num_local_experts": 2},
+    "t5": {"vocab_size": 64, "d_model": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    | {"d_kv": 8, "decoder_start_token_id": 0},
+    "mamba": TINY | {"state_size": 4},
+    "bert": TINY | BLOCK,
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_hugging_face_models_are_traced_on_fake_tensors(name, device):
+    auto = {"t5": AutoModelForSeq2SeqLM, "bert": AutoModelForMaskedLM}.get(
+        name, AutoModelForCausalLM
+    )
+    with torch.device(device):
+        model = auto.from_config(AutoConfig.for_model(name, **SUBJECTS[name]))
+    model.train()
+    ids = torch.randint(0, 64, (2, 8))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    attributes = {path: set(vars(module)) for path, module in model.named_modules()}
+    trace = trace_model(model, (), {"input_ids": ids, "attention_mask": mask, "labels": ids})
+    assert trace.source == "fake"
+    assert {path: set(vars(module)) for path, module in model.named_modules()} == attributes
+    assert {p.device.type for p in model.parameters()} == {device}
+    names = [name for name, _ in trace.root.facts()]
+    persistent = model.state_dict(keep_vars=True)
+    assert set(names) == set(persistent)
+    called = [node for node in trace.root.walk() if node.calls]
+    assert len(called) > 6
+    assert all(node.compute > 0 for node in called if node.own_parameters and not node.children)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_collecting_hidden_states_leaves_no_hooks(name):
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **SUBJECTS[name]))
+    ids = torch.randint(0, 64, (2, 8))
+    trace = trace_model(model, (), {"input_ids": ids, "output_hidden_states": True})
+    assert trace.source == "fake"
+    assert not any(module._forward_hooks for module in model.modules())
+    # What transformers installs at the first such call is then missing for nobody.
+    assert len(model(input_ids=ids, output_hidden_states=True).hidden_states) == 3
+    trace = trace_model(model, (), {"input_ids": ids, "output_hidden_states": True})
+    assert trace.source == "fake"
+    assert len(model(input_ids=ids, output_hidden_states=True).hidden_states) == 3
+
+
+def test_router_logits_of_a_mixture_of_experts():
+    config = AutoConfig.for_model("mixtral", **SUBJECTS["mixtral"], output_router_logits=True)
+    model = AutoModelForCausalLM.from_config(config)
+    ids = torch.randint(0, 64, (2, 8))
+    kwargs = {"input_ids": ids, "labels": ids}
+    assert trace_model(model, (), kwargs).source == "fake"
+    model(**kwargs)
+    assert trace_model(model, (), kwargs).source == "fake"
