@@ -157,7 +157,8 @@ class Analyser:
         versions: Mapping[int, int],
     ) -> Effect:
         storages = {
-            fake.untyped_storage()._cdata: first[id(fake)] for fake in reversed(fakes.values())
+            fake.untyped_storage()._cdata: first[id(fake)]
+            for fake in reversed(list(fakes.values()))
         }
         results: list[New | Same] = []
 

@@ -380,7 +380,8 @@ class Body:
                     "loss, or the output gradients as grad_tensors"
                 )
             return torch.full_like(loss, self._loss_scale)
-        return gradient if self._loss_scale == 1.0 else gradient * self._loss_scale
+        scaled: torch.Tensor = gradient * self._loss_scale
+        return gradient if self._loss_scale == 1.0 else scaled
 
     def _run_segment(self, depth: int, loss: list[tuple[Any, torch.Tensor]]) -> None:
         segment = self._segments.pop(depth)

@@ -36,7 +36,7 @@ def average_gradients(
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         dist.all_reduce(flat, group=group)
         flat /= size
-        parts = flat.split([gradient.numel() for gradient in bucket])
+        parts = torch.split(flat, [gradient.numel() for gradient in bucket])
         for gradient, part in zip(bucket, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
 

@@ -39,20 +39,20 @@ def default_backend() -> str:
 def random_state() -> tuple[Any, ...]:
     """Returns the states of torch's generators: the CPU's and the current device's."""
     if has_accelerator():
-        return torch.random.default_generator.get_state(), torch.cuda.get_rng_state()
-    return (torch.random.default_generator.get_state(),)
+        return torch.default_generator.get_state(), torch.cuda.get_rng_state()
+    return (torch.default_generator.get_state(),)
 
 
 def set_random_state(state: tuple[Any, ...]) -> None:
     """Restores what `random_state` returned."""
-    torch.random.default_generator.set_state(state[0])
+    torch.default_generator.set_state(state[0])
     if len(state) > 1:
         torch.cuda.set_rng_state(state[1])
 
 
 def seed_generators(seed: int) -> None:
     """Seeds torch's generators: the CPU's and the current device's."""
-    torch.random.default_generator.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     if has_accelerator():
         torch.cuda.manual_seed(seed)
 

@@ -17,7 +17,8 @@ def seed_draws(module: nn.Module, path: str) -> None:
     """Gives each call of a module that draws the stream of its path; see `rng`."""
     if not isinstance(module, _SeededBase):
         module.__dict__[_DRAWING] = path
-        module.__class__ = _seeded(type(module))
+        cls: Any = type(module)
+        module.__class__ = _seeded(cls)
 
 
 class _SeededBase:
@@ -25,7 +26,7 @@ class _SeededBase:
 
 
 @functools.cache
-def _seeded(cls: type[nn.Module]) -> type[nn.Module]:
+def _seeded(cls: type[Any]) -> type[Any]:
     native = cls.__call__
     with_host = not cls.__module__.startswith("torch.nn.")
 

@@ -39,6 +39,7 @@ from .transport import Address, Message, Topic, Transport
 _log = logging.getLogger("smp_runtime")
 
 _PATIENCE = 1.0
+_MAX_AHEAD = 2
 
 
 class _Abandoned(BaseException):
@@ -140,7 +141,32 @@ class Engine:
     def begin_step(self) -> int:
         """Numbers the next step; every rank of the group calls it."""
         self.step += 1
+        self._await_peers(self.step - _MAX_AHEAD)
         return self.step
+
+    def _await_peers(self, step: int) -> None:
+        """Waits until every peer has ended a step, so that no rank runs far ahead.
+
+        What a rank sends piles up at a slower one.
+        """
+        deadline = time.monotonic() + self.timeout
+        transport = self.transport
+        for peer in transport.peers:
+            with transport.arrived:
+                while transport.ended.get(peer, 0) < step:
+                    transport.check()
+                    if peer in transport.gone:
+                        raise PeerError(
+                            f"rank {peer} ended its program, but rank {transport.rank} begins "
+                            f"step {self.step}; every rank must call the step equally often",
+                            rank=peer,
+                        )
+                    if time.monotonic() > deadline:
+                        raise WaitTimeoutError(
+                            f"rank {transport.rank} waited {self.timeout:g} s (setting `timeout`) "
+                            f"for rank {peer} to end step {step}"
+                        )
+                    transport.arrived.wait(0.5)
 
     def run(
         self,
@@ -493,8 +519,8 @@ class Engine:
         self._digests[self.step] = digest
         for step in sorted(self._digests):
             self._compare_digests(step)
-        self.transport.drop_step(self.step - 2)
-        self._digests.pop(self.step - 2, None)
+        self.transport.drop_step(self.step - _MAX_AHEAD)
+        self._digests.pop(self.step - _MAX_AHEAD, None)
         self._runs = []
 
     def _compare_digests(self, step: int) -> None:

@@ -30,29 +30,31 @@ from .trees import freeze, iter_tensors, map_tensors, thaw
 
 _log = logging.getLogger("smp_runtime")
 
-_PROPERTIES = (
-    "shape dtype device layout is_leaf grad_fn _version ndim is_cuda is_sparse is_quantized "
-    "is_meta is_nested is_mps is_xpu is_mkldnn names itemsize nbytes output_nr name grad"
-).split()
-_METHODS = (
-    "size dim stride numel nelement is_contiguous is_floating_point is_complex is_signed "
-    "element_size storage_offset ndimension get_device __len__ __hash__ is_inference "
-    "register_hook retain_grad register_post_accumulate_grad_hook is_conj is_neg type_as_tuple"
-).split()
+_PROPERTY_NAMES = """
+_version device dtype grad grad_fn is_cuda is_leaf is_meta is_mkldnn is_mps is_nested is_quantized
+is_sparse is_xpu itemsize layout name names nbytes ndim output_nr shape
+"""
+_METHOD_NAMES = """
+__hash__ __len__ dim element_size get_device is_complex is_conj is_contiguous is_floating_point
+is_inference is_neg is_signed ndimension nelement numel register_hook
+register_post_accumulate_grad_hook retain_grad size storage_offset stride
+"""
 
 
 def _local_functions() -> frozenset[Any]:
-    found = [getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name)]
-    found += [
-        getattr(torch.Tensor, name).__get__ for name in _PROPERTIES if hasattr(torch.Tensor, name)
-    ]
-    found += [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor]
+    found: list[Any] = [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor]
+    for name in _METHOD_NAMES.split():
+        if hasattr(torch.Tensor, name):  # not every torch has them all
+            found.append(getattr(torch.Tensor, name))
+    for name in _PROPERTY_NAMES.split():
+        if hasattr(torch.Tensor, name):
+            found.append(getattr(torch.Tensor, name).__get__)
     return frozenset(found)
 
 
 # What any rank can tell from what it holds: shapes, types, and what autograd keeps.
 _LOCAL = _local_functions()
-_REQUIRES_GRAD = torch.Tensor.requires_grad.__get__
+_REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _BACKWARD = frozenset([torch.Tensor.backward, torch.autograd.backward])
 
 
@@ -66,14 +68,14 @@ class GlueMode(TorchFunctionMode):
 
     def __enter__(self) -> GlueMode:
         """Begins to watch this thread."""
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         self.is_active = True
         return self
 
     def __exit__(self, *exception: Any) -> None:
         """Ends watching."""
         self.is_active = False
-        super().__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -189,6 +191,8 @@ class _Operation:
             if pending:
                 self.body.engine.wait(self.body, pending)
             used, out = self._compute()
+        elif draws(self.func):
+            self.body.streams.skip_draw()
         if not self.effect.known:
             return self._ask(used, out)
         reals = list(iter_tensors(out)) if is_here else []

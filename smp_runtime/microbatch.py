@@ -125,7 +125,7 @@ class Splitter:
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         """Pairs each argument with its name in the signature, positional ones first."""
         self.signature.bind(*args, **kwargs)  # raises the TypeError of a wrong call
-        names = []
+        names: list[str] = []
         for parameter in self.signature.parameters.values():
             if parameter.kind is parameter.VAR_POSITIONAL:
                 names += [parameter.name] * (len(args) - len(names))
@@ -250,11 +250,11 @@ def _join(results: Sequence[Any]) -> Any:
         parts = [_join(parts) for parts in zip(*results, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
-        joined = copy.copy(first)
+        joined_fields: Any = copy.copy(first)
         for field in dataclasses.fields(first):
             part = _join([getattr(result, field.name) for result in results])
-            object.__setattr__(joined, field.name, part)
-        return joined
+            object.__setattr__(joined_fields, field.name, part)
+        return joined_fields
     return list(results)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,15 +20,14 @@ from .optimizer import keep_local
 from .partitioning import Partition, partition
 from .placing import LocalPart, seed_drawing_modules, to_device
 from .remote_gradients import mark_remote_gradients
-from .runtime import Runtime, current
+from .runtime import current
 from .shared_parameters import SharedGradients
 from .state import full_state_dict, load_into
 from .trace import trace_model
 from .transport import Address, Topic
+from .wrapping import Wrapper
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from torch.optim import Optimizer
 
 _log = logging.getLogger("smp_runtime")
@@ -37,19 +35,7 @@ _log = logging.getLogger("smp_runtime")
 _Hook = Callable[[Any, Any], Any]
 
 
-class _Level(nn.Module):
-    """One level of SMP's nesting, where its data parallel wrapper was."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.__dict__["module"] = module
-
-    def __getattr__(self, name: str) -> Any:
-        """Finds attributes of the user's module."""
-        return getattr(self.__dict__["module"], name)
-
-
-class DistributedModel(nn.Module):
+class DistributedModel(Wrapper):
     """Wraps a model; the one model of a script.
 
     The model is partitioned in the first step that calls it, from the sizes that this call
@@ -84,7 +70,6 @@ class DistributedModel(nn.Module):
         broadcast_buffers: bool = True,
         gradient_as_bucket_view: bool = False,
     ) -> None:
-        super().__init__()
         runtime = current()
         if runtime.model is not None:
             raise UsageError("smp.DistributedModel was called before; a script has one model")
@@ -93,9 +78,10 @@ class DistributedModel(nn.Module):
                 f"backward_passes_per_step={backward_passes_per_step} is not supported yet: "
                 "call optimizer.step() less often instead"
             )
+        super().__init__(module, self._call_module)
         runtime.model = self
         self.average_grads_across_microbatches = average_grads_across_microbatches
-        self._plain: dict[str, Any] = {"runtime": runtime, "module": module}
+        self._runtime = runtime
         self._trace_execution_times = trace_execution_times
         self._bucket_bytes = int(bucket_cap_mb * 1024 * 1024)
         self._part: LocalPart | None = None
@@ -105,72 +91,10 @@ class DistributedModel(nn.Module):
         self._optimizer: Optimizer | None = runtime.early_optimizer
         self._post_partition_hooks: dict[int, _Hook] = {}
         self._post_step_hooks: dict[int, _Hook] = {}
-        self.__dict__["forward"] = _forward_like(module, self._call_module)
         if runtime.placement.size("pp") == 1:
             for tensor in (*module.parameters(), *module.buffers()):
                 to_device(tensor)
             broadcast_state(module, runtime)
-
-    # -- the user's module -------------------------------------------------------------------
-
-    @property
-    def _module(self) -> nn.Module:
-        module: nn.Module = self._plain["module"]
-        return module
-
-    @property
-    def _runtime(self) -> Runtime:
-        runtime: Runtime = self._plain["runtime"]
-        return runtime
-
-    @property
-    def module(self) -> nn.Module:
-        """The level between this wrapper and the user's module, ``model.module.module``."""
-        return _Level(self._module)
-
-    def get_module(self) -> nn.Module:
-        """Returns the user's module."""
-        return self._module
-
-    def __getattr__(self, name: str) -> Any:
-        """Finds attributes of the user's module, such as `config`."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "_plain" or "_plain" not in self.__dict__:
-                raise
-            return getattr(self._module, name)
-
-    def named_modules(
-        self,
-        memo: set[nn.Module] | None = None,
-        prefix: str = "",
-        remove_duplicate: bool = True,
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the user's modules under their own names."""
-        return self._module.named_modules(memo, prefix, remove_duplicate)
-
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the children of the user's module."""
-        return self._module.named_children()
-
-    def train(self, mode: bool = True) -> DistributedModel:
-        """Sets the training flag of all modules, on every rank."""
-        self.training = mode
-        self._module.train(mode)
-        return self
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Applies a conversion to the local part; what lives elsewhere only changes its type."""
-
-        def convert(tensor: torch.Tensor) -> torch.Tensor:
-            if not tensor.is_meta:
-                converted = fn(tensor)
-                return converted if self._part is None else converted.to(tensor.device)
-            return tensor.to(fn(torch.empty(0, dtype=tensor.dtype)).dtype)
-
-        self._module._apply(convert, recurse)
-        return self
 
     # -- the step ----------------------------------------------------------------------------
 
@@ -192,20 +116,20 @@ class DistributedModel(nn.Module):
                     "a model over several pipeline ranks can only be called inside a function "
                     "decorated with @smp.step"
                 )
-            return self._module(*args, **kwargs)
+            return self.get_module()(*args, **kwargs)
         if self._runtime.placement.size("pp") == 1:
             if not self._is_traced:
                 self._is_traced = True
                 with body.glue.suspended():
-                    trace = _trace(self._module, args, kwargs)
-                    seed_drawing_modules(self._module, trace.drawing_modules)
+                    trace = _trace(self.get_module(), args, kwargs)
+                    seed_drawing_modules(self.get_module(), trace.drawing_modules)
                     self._run_hooks(self._post_partition_hooks)
             with body.glue.suspended():
-                return self._module(*args, **kwargs)
+                return self.get_module()(*args, **kwargs)
         if self._part is None:
             with body.glue.suspended():
                 self._make_partition(args, kwargs)
-        return self._module(*args, **kwargs)
+        return self.get_module()(*args, **kwargs)
 
     def backward(
         self,
@@ -256,7 +180,7 @@ class DistributedModel(nn.Module):
                 shared.add_up()
             average_gradients(list(self.local_parameters()), self._runtime, self._bucket_bytes)
             if self._part is not None:
-                mark_remote_gradients(self._module, self._part)
+                mark_remote_gradients(self.get_module(), self._part)
         elif shared is not None:
             shared.put_back()
         self._run_hooks(self._post_step_hooks)
@@ -278,7 +202,7 @@ class DistributedModel(nn.Module):
         rank = runtime.here.pp_rank
         address = Address(Topic.PLAN, engine.step, 0, 0, 0)
         if rank == 0:
-            trace = _trace(self._module, args, kwargs, self._trace_execution_times)
+            trace = _trace(self.get_module(), args, kwargs, self._trace_execution_times)
             made = self._plan(trace.root)
             drawing = trace.drawing_modules
             for peer in engine.transport.peers:
@@ -289,16 +213,16 @@ class DistributedModel(nn.Module):
             engine.wait(body, [address])
             text, names = engine.receive(address).content
             made, drawing = Partition.from_json(text), frozenset(names)
-        seed_drawing_modules(self._module, drawing)
+        seed_drawing_modules(self.get_module(), drawing)
         self._partition = made
-        self._part = LocalPart(self._module, made, rank, engine.ownership, engine.reports)
+        self._part = LocalPart(self.get_module(), made, rank, engine.ownership, engine.reports)
         engine.module_names = {
-            id(module): name for name, module in self._module.named_modules() if name
+            id(module): name for name, module in self.get_module().named_modules() if name
         }
         if dist.get_rank() == 0:
             _log.info("Partition assignments:\n%s", made.table())
             _log.info("Finished partitioning the model")
-        broadcast_state(self._module, runtime)
+        broadcast_state(self.get_module(), runtime)
         watch_autograd_functions()
         watch_clip_grad_norm(self._part, runtime)
         if self._optimizer is not None:
@@ -312,7 +236,7 @@ class DistributedModel(nn.Module):
         if not config.auto_partition:
             pinned = {
                 name: self._runtime.manual[id(module)][1]
-                for name, module in self._module.named_modules()
+                for name, module in self.get_module().named_modules()
                 if id(module) in self._runtime.manual
             }
         return partition(
@@ -386,8 +310,9 @@ class DistributedModel(nn.Module):
 
     def local_state_dict(self) -> dict[str, Any]:
         """Returns this rank's entries of the state dict, under the plain model's names."""
-        local = {name for name, tensor in _named_state(self._module) if self._is_held(tensor)}
-        state = {key: value for key, value in self._module.state_dict().items() if key in local}
+        module = self.get_module()
+        local = {name for name, tensor in named_state(module) if self._is_held(tensor)}
+        state = {key: value for key, value in module.state_dict().items() if key in local}
         return {**state, "_smp_is_partial": True}
 
     def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> Any:
@@ -400,8 +325,8 @@ class DistributedModel(nn.Module):
             kwargs: passed to `nn.Module.state_dict`.
         """
         if self._part is None:
-            return self._module.state_dict(*args, **kwargs)
-        return full_state_dict(self._module, self._part, self._runtime.engine, gather_to_rank0)
+            return self.get_module().state_dict(*args, **kwargs)
+        return full_state_dict(self.get_module(), self._part, self._runtime.engine, gather_to_rank0)
 
     def load_state_dict(
         self,
@@ -417,16 +342,11 @@ class DistributedModel(nn.Module):
         """
         entries = {key: value for key, value in state_dict.items() if key != "_smp_is_partial"}
         if self._part is None:
-            return self._module.load_state_dict(entries, strict, assign)
-        return load_into(self._module, self._part, entries, strict and not same_partition_load)
+            return self.get_module().load_state_dict(entries, strict, assign)
+        return load_into(self.get_module(), entries, strict and not same_partition_load)
 
     def _is_held(self, tensor: torch.Tensor) -> bool:
         return self._part is None or self._part.is_local(tensor)
-
-
-def _named_state(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
 
 
 def _trace(
@@ -434,9 +354,14 @@ def _trace(
 ) -> Any:
     global _is_tracing
     _is_tracing = True
+    # In training mode, whatever the first step is for: that is when dropout draws.
+    modes = [(part, part.training) for part in module.modules()]
+    module.train()
     try:
         return trace_model(module, args, kwargs, measure_times=measure_times)
     finally:
+        for part, mode in modes:
+            part.training = mode
         _is_tracing = False
 
 
@@ -452,14 +377,3 @@ def _register(hooks: dict[int, _Hook], hook: _Hook) -> RemovableHandle:
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
-
-
-def _forward_like(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a forward with the signature of the user's, which trainers read."""
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
-
-    forward.__doc__ = module.forward.__doc__
-    forward.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
-    return forward

@@ -31,7 +31,7 @@ def clip_gradients(
         RuntimeError: `error_if_nonfinite`, and the norm is not finite.
     """
     local = [p for p in parameters if (part is None or part.is_local(p)) and p.grad is not None]
-    gradients = {id(p): p.grad for p in local}
+    gradients = {id(p): p.grad for p in local if p.grad is not None}
     device = local[0].device if local else torch.device("cpu")
     counted = [p for p in local if part is None or part.counts_here(p)]
     norms = dict(
@@ -45,7 +45,7 @@ def clip_gradients(
     total = torch.stack([norms.get(id(p), zero).float() for p in parameters] or [zero])
     if part is not None:
         dist.all_reduce(total, group=runtime.groups.of("pp"))
-    norm = torch.linalg.vector_norm(total, norm_type)
+    norm: torch.Tensor = torch.linalg.vector_norm(total, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients is {norm.item()}, so it cannot "
@@ -54,7 +54,7 @@ def clip_gradients(
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     with torch.no_grad():
         for parameter in local:
-            gradients[id(parameter)].mul_(factor.to(parameter.device))  # type: ignore[union-attr]
+            gradients[id(parameter)].mul_(factor.to(parameter.device))
     return norm
 
 

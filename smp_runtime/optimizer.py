@@ -34,7 +34,8 @@ def DistributedOptimizer(  # noqa: N802 - SMP's name
     """
     runtime = current()
     if not isinstance(optimizer, _LocalBase):
-        optimizer.__class__ = _local(type(optimizer))
+        cls: Any = type(optimizer)
+        optimizer.__class__ = _local(cls)
     if runtime.model is not None:
         runtime.model.attach_optimizer(optimizer)
     else:
@@ -56,8 +57,8 @@ class _LocalBase:
 
 
 @functools.cache
-def _local(cls: type[Optimizer]) -> type[Optimizer]:
-    class Local(cls, _LocalBase):  # type: ignore[misc, valid-type]
+def _local(cls: type[Any]) -> type[Any]:
+    class Local(cls, _LocalBase):  # type: ignore[misc]
         def step(self, closure: Callable[[], float] | None = None) -> float | None:
             """Updates this rank's parameters; harmless where there are none."""
             if any(group["params"] for group in self.param_groups):

@@ -26,7 +26,7 @@ from torch import nn
 
 from .analysis import autocast_state, signature
 from .body import Body, current_body
-from .errors import NotSupportedError, PathMismatchError, UsageError
+from .errors import NotSupportedError, PathMismatchError
 from .ownership import PlacedModule
 from .tensors import TensorMeta, meta_of
 from .transport import Address, Topic
@@ -122,11 +122,12 @@ def place(module: nn.Module, placed: PlacedModule) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise NotSupportedError(f"{placed.path} is a ScriptModule; partition the Python module")
     module.__dict__[_PLACED] = placed
-    module.__class__ = _intercepting(type(module))
+    cls: Any = type(module)
+    module.__class__ = _intercepting(cls)
 
 
 @functools.cache
-def _intercepting(cls: type[nn.Module]) -> type[nn.Module]:
+def _intercepting(cls: type[Any]) -> type[Any]:
     def intercept(name: str) -> Callable[..., Any]:
         native = getattr(cls, name)
 
@@ -418,7 +419,7 @@ def _type_of_opaque(leaf: Any) -> Any:
 
 def _opaque_arguments(obj: Any) -> list[Any]:
     """The arguments, or parts of them, that each rank has an object of its own for."""
-    if isinstance(obj, torch.Tensor) or isinstance(obj, _PLAIN):
+    if isinstance(obj, (torch.Tensor, *_PLAIN)):
         return []
     if isinstance(obj, dict):
         obj = list(obj.values())

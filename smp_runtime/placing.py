@@ -38,7 +38,9 @@ class LocalPart:
     ) -> None:
         self._model = model
         self._ranks: dict[int, set[int]] = {}
+        self._ranks_by_name: dict[str, set[int]] = {}
         self._ownership = ownership
+        num_ranks = ownership.num_partitions
         self._rank = rank
         for path, owner in partition.assignment.items():
             module = model.get_submodule(path)
@@ -58,7 +60,14 @@ class LocalPart:
             for name, parameter in named.items()
             if len(self._ranks.get(id(parameter), ())) > 1
         ]
+        for name, tensor in named_state(model):
+            # By name as well: a module may put another tensor into a buffer.
+            self._ranks_by_name[name] = self._ranks.get(id(tensor), set(range(num_ranks)))
         self._let_go()
+
+    def holders(self, name: str) -> set[int]:
+        """Returns the ranks that hold the parameter or buffer of a name."""
+        return self._ranks_by_name.get(name, {0})
 
     def is_local(self, tensor: torch.Tensor) -> bool:
         """Says whether this rank holds a parameter or buffer."""
@@ -71,10 +80,6 @@ class LocalPart:
     def counts_here(self, tensor: torch.Tensor) -> bool:
         """Says whether this rank is the one that counts a parameter in sums over all ranks."""
         return min(self._ranks.get(id(tensor), {0})) == self._rank
-
-    def owner_that_counts(self, tensor: torch.Tensor) -> int:
-        """Returns the rank for which `counts_here` is true."""
-        return min(self._ranks.get(id(tensor), {0}))
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yields the modules placed on this rank and their submodules, with their names."""
@@ -122,8 +127,14 @@ def _empty(tensor: torch.Tensor) -> None:
     if isinstance(tensor, nn.Parameter):
         placeholder = nn.Parameter(placeholder, requires_grad=tensor.requires_grad)
     attributes = dict(vars(tensor))
-    torch.utils.swap_tensors(tensor, placeholder)
+    torch.utils.swap_tensors(tensor, placeholder)  # type: ignore[no-untyped-call]
     vars(tensor).update(attributes)
+
+
+def named_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields parameters and buffers under all their names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
 
 
 def _tensor_at(model: nn.Module, name: str) -> torch.Tensor:

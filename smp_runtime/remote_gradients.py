@@ -24,19 +24,19 @@ class RemoteGradient(torch.Tensor):
     @staticmethod
     def __new__(cls, parameter: torch.Tensor) -> RemoteGradient:
         """Makes the place-holder for the gradient of a parameter on meta."""
-        made: RemoteGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: RemoteGradient = torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Says what it is."""
         return f"RemoteGradient(shape={tuple(self.shape)})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
         types: Sequence[type],

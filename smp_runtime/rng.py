@@ -24,15 +24,15 @@ from torch.overrides import TorchFunctionMode
 
 from . import device
 
-DRAWING_FUNCTIONS = frozenset(
-    "dropout dropout_ dropout1d dropout2d dropout3d feature_dropout feature_dropout_ alpha_dropout "
-    "alpha_dropout_ feature_alpha_dropout feature_alpha_dropout_ native_dropout "
-    "scaled_dot_product_attention "
-    "multi_head_attention_forward bernoulli bernoulli_ rand randn randint rand_like randn_like "
-    "randint_like randperm multinomial normal normal_ uniform_ exponential_ geometric_ log_normal_ "
-    "cauchy_ random_ rrelu rrelu_ gumbel_softmax poisson binomial lstm gru rnn_tanh rnn_relu "
-    "fractional_max_pool2d fractional_max_pool3d".split()
-)
+_DRAWING_NAMES = """
+alpha_dropout alpha_dropout_ bernoulli bernoulli_ binomial cauchy_ dropout dropout1d dropout2d
+dropout3d dropout_ exponential_ feature_alpha_dropout feature_alpha_dropout_ feature_dropout
+feature_dropout_ fractional_max_pool2d fractional_max_pool3d geometric_ gru gumbel_softmax
+log_normal_ lstm multi_head_attention_forward multinomial native_dropout normal normal_ poisson
+rand rand_like randint randint_like randn randn_like random_ randperm rnn_relu rnn_tanh rrelu
+rrelu_ scaled_dot_product_attention uniform_
+"""
+DRAWING_FUNCTIONS = frozenset(_DRAWING_NAMES.split())
 
 
 def draws(function: Callable[..., Any]) -> bool:
@@ -93,6 +93,10 @@ class RandomStreams:
             yield
         finally:
             device.set_random_state(saved)
+
+    def skip_draw(self) -> None:
+        """Counts an operation that draws on another rank."""
+        self._frames[-1].num_draws += 1
 
     def seed_body(self) -> None:
         """Seeds Python's and NumPy's generators for the body of this microbatch."""

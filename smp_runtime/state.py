@@ -25,28 +25,30 @@ def full_state_dict(
         only_rank0: pipeline rank 0 gets it, the others an empty dict.
     """
     rank = engine.transport.rank
-    number = engine.next_exchange()
-    state = module.state_dict(keep_vars=True)
-    gathered: dict[int, torch.Tensor] = {}
-    for position, tensor in enumerate(_unique(state)):
-        owner = part.owner_that_counts(tensor)
-        address = Address(Topic.STATE, -1, number, position, owner)
-        wants = [0] if only_rank0 else list(range(engine.transport.size))
-        if rank == owner:
-            for peer in wants:
-                if peer != rank and part.is_partitioned(tensor):
-                    engine.transport.send(peer, address, None, [tensor.detach()])
-        if part.is_local(tensor):
-            gathered[id(tensor)] = tensor.detach()
-        elif rank in wants:
-            received = engine.fetch(address).tensors[0]
-            gathered[id(tensor)] = received
-    if only_rank0 and rank != 0:
-        return {}
-    return {
-        key: gathered[id(value)] if isinstance(value, torch.Tensor) else value
-        for key, value in state.items()
-    }
+    exchange = engine.next_exchange()
+    takers = [0] if only_rank0 else list(range(engine.transport.size))
+    gathered: dict[str, Any] = {}
+    first_names: dict[int, str] = {}
+    for position, (key, entry) in enumerate(module.state_dict(keep_vars=True).items()):
+        if not isinstance(entry, torch.Tensor):
+            gathered[key] = entry
+            continue
+        first = first_names.setdefault(id(entry), key)
+        if first in gathered:  # another name of a shared parameter
+            gathered[key] = gathered[first]
+            continue
+        holders = part.holders(key)
+        source = min(holders)
+        address = Address(Topic.STATE, -1, exchange, position, source)
+        if rank == source:
+            for taker in takers:
+                if taker not in holders:
+                    engine.transport.send(taker, address, None, [entry.detach()])
+        if rank in holders:
+            gathered[key] = entry.detach()
+        elif rank in takers:
+            gathered[key] = engine.fetch(address).tensors[0]
+    return gathered if rank in takers else {}
 
 
 def load_into(module: nn.Module, part: LocalPart, entries: Mapping[str, Any], strict: bool) -> Any:
@@ -56,7 +58,9 @@ def load_into(module: nn.Module, part: LocalPart, entries: Mapping[str, Any], st
         RuntimeError: keys are missing or unexpected under `strict`, or shapes differ.
     """
     state = module.state_dict(keep_vars=True)
-    local = {key for key, tensor in state.items() if part.is_local(tensor)}
+    local = {
+        key for key, entry in state.items() if isinstance(entry, torch.Tensor) and not entry.is_meta
+    }
     missing = sorted(local - entries.keys())
     unexpected = sorted(entries.keys() - state.keys())
     problems = []
@@ -76,8 +80,3 @@ def load_into(module: nn.Module, part: LocalPart, entries: Mapping[str, Any], st
     if problems:
         raise RuntimeError(f"Error(s) in loading state_dict: {'; '.join(problems)}")
     return nn.modules.module._IncompatibleKeys(missing, unexpected)
-
-
-def _unique(state: Mapping[str, Any]) -> list[torch.Tensor]:
-    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
-    return list({id(tensor): tensor for tensor in tensors}.values())

@@ -7,8 +7,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
-import torch
-
 from . import device, rng
 from .microbatch import Splitter, join
 from .runtime import Runtime, current

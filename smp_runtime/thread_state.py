@@ -39,7 +39,7 @@ class ThreadState:
                 for kind in ("cpu", "cuda")
             ),
             torch.is_autocast_cache_enabled(),
-            tuple(torch.overrides._get_current_function_mode_stack()),
+            tuple(torch.overrides._get_current_function_mode_stack()),  # type: ignore[no-untyped-call]
         )
 
     @contextmanager

@@ -85,6 +85,7 @@ class Transport:
         self.arrived = threading.Condition()
         self.failure: PeerError | None = None
         self.gone: set[int] = set()
+        self._lost: set[int] = set()
         self.ended: dict[int, int] = {}
         self._group = group
         self._mailbox: dict[Address, Message] = {}
@@ -182,7 +183,7 @@ class Transport:
             return
         self._closed = True
         for peer in self.peers:
-            if peer not in self.gone:
+            if peer not in self._lost:
                 try:
                     self.send(peer, Address(Topic.FAILURE, -1, -1, 0, self.rank), report)
                 except Exception:  # noqa: BLE001 - the first failure must not be covered by this one
@@ -194,7 +195,7 @@ class Transport:
             return
         self._closed = True
         for peer in self.peers:
-            if peer not in self.gone:
+            if peer not in self._lost:
                 self.send(peer, Address(Topic.GOODBYE, -1, -1, 0, self.rank))
         deadline = time.monotonic() + patience
         for thread in self._threads:
@@ -258,6 +259,7 @@ class Transport:
     def _lose(self, peer: int, reason: str) -> None:
         with self.arrived:
             self.gone.add(peer)
+            self._lost.add(peer)
             if self.failure is None and not self._closed:
                 self.failure = PeerError(reason, rank=peer)
             self.arrived.notify_all()

@@ -130,7 +130,7 @@ class StandIn(torch.Tensor):
     @staticmethod
     def __new__(cls, meta: TensorMeta) -> StandIn:
         """Makes a stand-in that looks like `meta`."""
-        made: StandIn = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: StandIn = torch.Tensor._make_wrapper_subclass(
             cls,
             meta.shape,
             strides=meta.stride,
@@ -140,10 +140,10 @@ class StandIn(torch.Tensor):
         )
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
         types: Sequence[type],
