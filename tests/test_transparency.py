@@ -1,0 +1,55 @@
+"""The contract: a pipeline trains a model as one plain process does.
+
+Losses, gradients after the first step and parameters after the third, for plain models of every
+kind. Models of transformers are in `test_transparency_transformers.py`.
+"""
+
+import pytest
+
+from tests.parameter_subjects import PARAMETER_SUBJECTS
+from tests.subjects import (
+    SUBJECTS,
+    ResNet,
+    Subject,
+    TiedHead,
+    classification,
+    images,
+    token_prediction,
+    tokens,
+)
+from tests.transparency import Case, check
+from tests.unruly_subjects import UNRULY_SUBJECTS
+
+pytestmark = pytest.mark.world
+
+# Each degree meets both schedules, and each number of microbatches meets some degree.
+CASES = {
+    2: (Case(1, "simple"), Case(3, "interleaved")),
+    3: (Case(2, "interleaved"), Case(5, "simple")),
+    4: (Case(8, "interleaved"), Case(2, "simple")),
+}
+ALL_CASES = [Case(m, name) for name in ("interleaved", "simple") for m in (1, 2, 3, 5, 8)]
+
+ALL_SUBJECTS = (*SUBJECTS, *PARAMETER_SUBJECTS, *UNRULY_SUBJECTS)
+
+
+@pytest.mark.parametrize(
+    ("subject", "degree"),
+    [(subject, degree) for subject in ALL_SUBJECTS for degree in subject.degrees],
+    ids=str,
+)
+def test_trains_as_one_process_does(subject: Subject, degree: int) -> None:
+    check(subject, degree, CASES[degree])
+
+
+@pytest.mark.parametrize("degree", [2, 3, 4])
+@pytest.mark.parametrize(
+    "subject",
+    [
+        Subject("tied_head", TiedHead, tokens, token_prediction),
+        Subject("residual_net", ResNet, images, classification),
+    ],
+    ids=str,
+)
+def test_any_number_of_microbatches(subject: Subject, degree: int) -> None:
+    check(subject, degree, ALL_CASES)
