@@ -18,7 +18,7 @@ from .glue import watch_autograd_functions
 from .norms import clip_gradients, watch_clip_grad_norm
 from .optimizer import keep_local
 from .partitioning import Partition, partition
-from .placing import LocalPart, seed_drawing_modules, to_device
+from .placing import LocalPart, named_state, seed_drawing_modules, to_device
 from .remote_gradients import mark_remote_gradients
 from .runtime import current
 from .shared_parameters import SharedGradients

@@ -51,7 +51,7 @@ def full_state_dict(
     return gathered if rank in takers else {}
 
 
-def load_into(module: nn.Module, part: LocalPart, entries: Mapping[str, Any], strict: bool) -> Any:
+def load_into(module: nn.Module, entries: Mapping[str, Any], strict: bool) -> Any:
     """Copies a state dict's entries into the tensors that this rank holds.
 
     Raises:

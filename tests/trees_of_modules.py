@@ -18,10 +18,15 @@ class TreeMaker:
         return next(self._calls)
 
     def parameter(
-        self, size: int = 1, *, group: int | None = None, **facts: object
+        self,
+        size: int = 1,
+        *,
+        group: int | None = None,
+        name: str = "weight",
+        first_use: int | None = None,
     ) -> ParameterFact:
         number = next(self._groups) if group is None else group
-        return ParameterFact("weight", number, size, 4 * size, **facts)  # type: ignore[arg-type]
+        return ParameterFact(name, number, size, 4 * size, first_use=first_use)
 
     def leaf(
         self, path: str, compute: float = 1.0, size: int = 1, *, group: int | None = None
