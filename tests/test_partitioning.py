@@ -1,0 +1,483 @@
+import time
+from collections.abc import Callable
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
+from trees_of_modules import TreeMaker, language_model, row_of_layers
+
+from smp_runtime.atoms import atoms_at_level, charge
+from smp_runtime.errors import PartitionError
+from smp_runtime.module_tree import ModuleNode, OwnCost, is_below
+from smp_runtime.partitioning import Partition, partition
+from smp_runtime.trace import trace_model
+
+# The automatic cut.
+
+
+def test_equal_layers_are_dealt_evenly():
+    assert partition(row_of_layers([1.0] * 6), 3).assignment == {
+        "0": 0,
+        "1": 0,
+        "2": 1,
+        "3": 1,
+        "4": 2,
+        "5": 2,
+    }
+
+
+@pytest.mark.parametrize("num_layers", [3, 5, 7])
+@pytest.mark.parametrize("num_partitions", [2, 3, 4])
+def test_no_layer_vanishes_when_the_count_does_not_divide(num_layers, num_partitions):
+    root = language_model(num_layers)
+    result = partition(root, num_partitions)
+    placed = [name for name, _ in root.facts() for path in homes(result, name)]
+    assert placed == [name for name, _ in root.facts()]
+    assert sorted(set(result.assignment.values())) == list(range(num_partitions))
+
+
+def homes(result: Partition, name: str) -> list[str]:
+    """The places at which the parameter `name` is assigned; should be one."""
+    module = name.rpartition(".")[0]
+    return [p for p in result.assignment if is_below(module, p)] + [
+        p for p in result.parameters if p == name
+    ]
+
+
+def test_stages_are_numbered_in_execution_order():
+    result = partition(row_of_layers([1.0] * 4), 4)
+    assert result.rank_of == (0, 1, 2, 3)
+    assert result.stage_of == {"0": 0, "1": 1, "2": 2, "3": 3}
+
+
+def test_one_partition_is_the_whole_model():
+    result = partition(language_model(3), 1)
+    assert result.assignment == {"": 0}
+    assert (result.rank_of, result.stage_of, result.tied) == ((0,), {"": 0}, "none")
+
+
+def test_a_large_head_stands_alone_with_its_loss():
+    result = partition(language_model(4, head=8.0, tied=False), 2)
+    assert result.assignment == {"transformer": 0, "lm_head": 1}
+    assert [round(share.cost, 3) for share in result.ranks] == [0.342, 0.658]
+
+
+def test_a_block_is_cut_inside_only_where_that_pays():
+    even = partition(language_model(4, head=0.1, tied=False), 2)
+    assert even.assignment["transformer.h.1"] == 0
+    assert even.assignment["transformer.h.2"] == 1
+    # Three blocks on two ranks: cutting the middle one helps by a quarter.
+    odd = partition(language_model(3, head=0.1, tied=False), 2)
+    assert odd.assignment["transformer.h.1.attn"] == 0
+    assert odd.assignment["transformer.h.1.mlp"] == 1
+    assert odd.assignment["transformer.h.0"] == 0
+
+
+def test_blocks_are_cut_inside_where_there_are_too_few():
+    result = partition(language_model(1, tied=False), 5)
+    assert result.assignment == {
+        "transformer.wte": 0,
+        "transformer.h.0.attn": 1,
+        "transformer.h.0.mlp": 2,
+        "transformer.ln_f": 3,
+        "lm_head": 4,
+    }
+
+
+def test_more_ranks_than_modules_names_both_numbers():
+    with pytest.raises(PartitionError, match="8 partitions but only 3 placeable modules"):
+        partition(row_of_layers([1.0] * 3), 8)
+
+
+def test_glue_is_not_placed():
+    make = TreeMaker()
+    call = make.call()
+    layers = (make.leaf("0"), ModuleNode("1", "ReLU", (make.call(),)), make.leaf("2"))
+    root = ModuleNode("", "Sequential", (call,), children=layers, is_repeated_container=True)
+    assert partition(root, 2).assignment == {"0": 0, "2": 1}
+
+
+def test_glue_counts_to_the_module_whose_result_it_uses():
+    make = TreeMaker()
+    call = make.call()
+    layers = (make.leaf("a"), make.leaf("b"), make.leaf("c"))
+    glue = (OwnCost(layers[1].calls[0], 5.0), OwnCost(-1, 100.0))
+    root = ModuleNode("", "Model", (call,), (), glue, children=layers)
+    charges = charge(root, layers)
+    # What depends on the inputs only runs on every rank and is nobody's share.
+    assert {path: own.compute for path, own in charges.items()} == {"a": 1.0, "b": 6.0, "c": 1.0}
+
+
+# Quality.
+
+
+def model_tree(name: str, vocabulary: int, **sizes: int) -> ModuleNode:
+    shapes = {
+        "gpt2": {"n_embd": 256, "n_layer": 8, "n_head": 8},
+        "llama": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8}
+        | {"num_attention_heads": 8},
+    }
+    tokens = {"bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False}
+    config = AutoConfig.for_model(name, vocab_size=vocabulary, **tokens, **shapes[name] | sizes)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    ids = torch.zeros(4, 128, dtype=torch.long)
+    trace = trace_model(model, (), {"input_ids": ids, "labels": ids})
+    assert trace.source == "fake"
+    return trace.root
+
+
+@pytest.mark.parametrize("vocabulary", [2048, 50257, 128000])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_the_slowest_stage_equals_brute_force(name, vocabulary):
+    root = model_tree(name, vocabulary)
+    for num_partitions in (2, 3, 4, 8):
+        best, result = brute_force(root, 0, num_partitions), partition(root, num_partitions)
+        slowest = max(share.cost for share in result.ranks)
+        # What depends on the inputs only counts for a module once that is placed as a whole.
+        assert slowest == pytest.approx(result.slowest, rel=1e-4)
+        if result.slowest > 0.95 * best:
+            assert result.slowest == pytest.approx(best, rel=1e-9)
+        else:  # Opening the blocks paid.
+            level = next(n for n in (1, 2, 3) if is_cut_at(root, n, result))
+            if num_partitions <= 3:
+                best = brute_force(root, level, num_partitions)
+                assert result.slowest == pytest.approx(best, rel=1e-9)
+
+
+def brute_force(root: ModuleNode, level: int, num_stages: int) -> float:
+    """The smallest slowest stage over all contiguous cuts, as a share of the whole."""
+    atoms = atoms_at_level(root, level)
+    charges = charge(root, [atom.node for atom in atoms])
+    costs = [charges[atom.node.path].compute for atom in atoms]
+    sums = [sum(costs[:i]) for i in range(len(costs) + 1)]
+    return min(
+        max(sums[b] - sums[a] for a, b in zip((0, *cut), (*cut, len(costs)), strict=True))
+        for cut in combinations(range(1, len(costs)), num_stages - 1)
+    ) / sum(costs)
+
+
+def is_cut_at(root: ModuleNode, level: int, result: Partition) -> bool:
+    """Whether atoms of this level are fine enough for the cut."""
+    paths = [atom.node.path for atom in atoms_at_level(root, level)]
+    return all(any(is_below(path, top) for top in result.assignment) for path in paths)
+
+
+@pytest.mark.parametrize("num_partitions", [8, 64])
+def test_a_70b_model_is_planned_in_seconds(num_partitions, llama_70b):
+    start = time.monotonic()
+    result = partition(llama_70b, num_partitions)
+    assert time.monotonic() - start < 10
+    # 69.5 billion parameters, 81 costs of about one block: an even cut is within a fifth.
+    assert sum(share.num_parameters for share in result.ranks) == 70_553_706_496
+    assert result.slowest * num_partitions < 1.2
+
+
+@pytest.fixture(scope="module")
+def llama_70b() -> ModuleNode:
+    return model_tree(
+        "llama",
+        128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+    )
+
+
+def test_the_result_does_not_vary():
+    first, second = (partition(model_tree("gpt2", 2048), 3) for _ in range(2))
+    assert first.to_json() == second.to_json()
+
+
+# Memory.
+
+
+def test_memory_weight_moves_the_cut():
+    root = row_of_layers([1.0, 1.0, 1.0, 1.0], sizes=[9, 1, 1, 1])
+    assert partition(root, 2, memory_weight=0.0).assignment == {"0": 0, "1": 0, "2": 1, "3": 1}
+    assert partition(root, 2, memory_weight=1.0).assignment == {"0": 0, "1": 1, "2": 1, "3": 1}
+
+
+def test_the_memory_limit_is_kept():
+    root = row_of_layers([1.0, 1.0, 1.0, 1.0], sizes=[9, 1, 1, 1])
+    # A trainable parameter takes 16 bytes: itself, its gradient, two moments.
+    assert partition(root, 2, memory_limit=9 * 16).assignment == {"0": 0, "1": 1, "2": 1, "3": 1}
+    with pytest.raises(PartitionError, match="keeps every stage below 143 bytes"):
+        partition(root, 2, memory_limit=9 * 16 - 1)
+
+
+def test_early_stages_hold_more_activations():
+    make = TreeMaker()
+    call = make.call()
+    layers = []
+    for i in range(4):
+        leaf = make.leaf(str(i))
+        own = (OwnCost(leaf.calls[0], 1.0, 100),)
+        layers.append(ModuleNode(str(i), "Linear", leaf.calls, leaf.own_parameters, own))
+    root = ModuleNode("", "S", (call,), children=tuple(layers), is_repeated_container=True)
+    assert [share.activation_bytes for share in partition(root, 2).ranks] == [400, 200]
+    many = partition(root, 2, num_in_flight=lambda stage: 8)
+    assert [share.activation_bytes for share in many.ranks] == [1600, 1600]
+
+
+# Shared parameters.
+
+
+def test_together_makes_a_ring():
+    result = partition(language_model(4), 2, tied="together")
+    assert result.rank_of == (0, 1, 0)
+    assert result.assignment["transformer.wte"] == result.assignment["lm_head"] == 0
+    assert (result.tied, result.holders) == ("together", {})
+    # Counted once.
+    assert sum(share.num_parameters for share in result.ranks) == 100 + 8 + 1
+
+
+def test_copies_make_a_chain_and_are_named():
+    result = partition(language_model(4), 2, tied="copy")
+    assert result.rank_of == (0, 1)
+    assert (result.tied, result.holders) == ("copy", {"transformer.wte.weight": (0, 1)})
+    assert sum(share.num_parameters for share in result.ranks) == 2 * 100 + 8 + 1
+
+
+def test_auto_takes_copies_unless_they_do_not_fit():
+    root = language_model(4)
+    assert partition(root, 2).tied == "copy"
+    assert partition(root, 2, memory_limit=102 * 16).tied == "together"
+
+
+def test_auto_keeps_together_what_is_expensive_to_exchange():
+    # 8 GB of gradients a step against a model of 5.5 seconds.
+    assert partition(language_model(4, vocabulary=2_000_000_000), 2).tied == "together"
+
+
+def test_together_may_be_impossible():
+    with pytest.raises(PartitionError, match="stay together"):
+        partition(language_model(1), 5, tied="together")
+    assert partition(language_model(1), 5).tied == "copy"
+
+
+# Everything is assigned once.
+
+
+def test_a_parameter_of_a_parent_goes_with_the_call_that_follows_its_use():
+    make = TreeMaker()
+    call = make.call()
+    layers = tuple(make.leaf(str(i)) for i in range(4))
+    own = tuple(
+        make.parameter(name=name, first_use=use) for name, use in (("early", 1), ("late", 4))
+    )
+    after = make.parameter(name="after", first_use=5)
+    root = ModuleNode("", "Model", (call,), (*own, after), children=layers)
+    assert partition(root, 2).parameters == {"early": 0, "late": 1, "after": 1}
+
+
+def test_a_module_that_is_never_called_goes_with_its_last_sibling():
+    make = TreeMaker()
+    call = make.call()
+    layers = (make.leaf("a"), make.leaf("b"), make.leaf("c"))
+    unused = ModuleNode("unused", "Linear", (), (make.parameter(),))
+    root = ModuleNode("", "Model", (call,), children=(unused, *layers))
+    result = partition(root, 3)
+    assert result.assignment == {"unused": 2, "a": 0, "b": 1, "c": 2}
+
+
+def test_a_module_that_only_lends_its_parameters_goes_with_the_first_that_borrows():
+    make = TreeMaker()
+    call = make.call()
+    lender = ModuleNode("shared", "Embedding", (), (make.parameter(group=77),))
+    layers = (make.leaf("embed", group=77), make.leaf("b"), make.leaf("c"))
+    root = ModuleNode("", "Model", (call,), children=(lender, *layers))
+    result = partition(root, 3)
+    assert result.assignment["shared"] == result.assignment["embed"] == 0
+    assert result.holders == {}
+
+
+def test_a_module_called_twice_is_placed_once_and_visited_twice():
+    make = TreeMaker()
+    call = make.call()
+    calls = (make.call(), make.call(), make.call())
+    twice = ModuleNode("twice", "Linear", calls[::2], (make.parameter(),), (OwnCost(1, 1.0),))
+    once = ModuleNode("once", "Linear", calls[1:2], (make.parameter(),), (OwnCost(2, 1.0),))
+    root = ModuleNode("", "Model", (call,), children=(twice, once))
+    result = partition(root, 2)
+    assert result.assignment == {"twice": 0, "once": 1}
+    assert result.rank_of == (0, 1, 0)
+    assert result.stage_of == {"twice": 0, "once": 1}
+
+
+def test_a_module_that_is_not_closed_is_never_placed_as_a_whole():
+    make = TreeMaker()
+    call = make.call()
+    inner = (make.leaf("open.a"), make.leaf("open.b"))
+    parent = ModuleNode("open", "Model", (make.call(),), children=inner, is_closed=False)
+    root = ModuleNode("", "Model", (call,), children=(parent, make.leaf("c", 2.0)))
+    assert partition(root, 2).assignment == {"open.a": 0, "open.b": 0, "c": 1}
+
+
+def test_looped_placement_deals_the_stages_in_turn():
+    result = partition(row_of_layers([1.0] * 8), 2, stages_per_rank=2)
+    assert result.rank_of == (0, 1, 0, 1)
+    assert [result.assignment[str(i)] for i in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> ModuleNode:
+    make = TreeMaker()
+
+    def module(path: str, depth: int) -> ModuleNode:
+        is_called = draw(st.integers(0, 9)) > 0
+        calls = (make.call(),) if is_called or not path else ()
+        own = tuple(
+            make.parameter(
+                draw(st.integers(1, 9)),
+                group=draw(st.none() | st.sampled_from([1001, 1002])),
+                name=f"p{i}",
+            )
+            for i in range(draw(st.integers(0, 2)))
+        )
+        costs = (OwnCost(calls[0], float(draw(st.integers(0, 9)))),) if calls else ()
+        children = tuple(
+            module(f"{path}.{i}" if path else str(i), depth - 1)
+            for i in range(draw(st.integers(0, 3)) if depth and calls else 0)
+        )
+        return ModuleNode(
+            path,
+            "Module",
+            calls,
+            own,
+            costs,
+            children=children,
+            is_closed=draw(st.integers(0, 9)) > 0 or not path,
+            is_repeated_container=draw(st.booleans()),
+            is_opaque=draw(st.booleans()),
+        )
+
+    return module("", 3)
+
+
+@given(trees(), st.integers(1, 4), st.sampled_from(["auto", "together", "copy"]))
+def test_everything_is_assigned_exactly_once(root, num_partitions, tied):
+    check_invariants(root, num_partitions, lambda: partition(root, num_partitions, tied=tied), tied)
+
+
+@given(trees(), st.integers(1, 4), st.data())
+def test_manual_placement_assigns_everything_exactly_once(root, num_partitions, data):
+    paths = [node.path for node in root.walk()]
+    ranks = st.integers(0, num_partitions - 1)
+    pinned = data.draw(st.dictionaries(st.sampled_from(paths), ranks))
+    check_invariants(
+        root,
+        num_partitions,
+        lambda: partition(root, num_partitions, pinned=pinned, default_partition=0),
+        "copy",
+    )
+
+
+def check_invariants(
+    root: ModuleNode, num_partitions: int, make: Callable[[], Partition], tied: str
+) -> None:
+    try:
+        result = make()
+    except PartitionError:
+        return
+    names = [name for name, _ in root.facts()]
+    assert all(len(homes(result, name)) == 1 for name in names)
+    assert set(result.parameters) <= set(names)
+    for path in result.assignment:
+        assert not any(is_below(path, other) for other in result.assignment if other != path)
+    held = {*result.assignment.values(), *result.parameters.values()}
+    assert held == set(range(num_partitions)) or not names
+    assert set(result.stage_of) == set(result.assignment)
+    assert Partition.from_json(result.to_json()) == result
+    assert all(a != b for a, b in zip(result.rank_of, result.rank_of[1:], strict=False))
+    if tied == "together":
+        assert result.holders == {}
+
+
+# Manual placement.
+
+
+def test_the_innermost_pin_wins():
+    pins = {"transformer.h": 1, "transformer.h.0": 0, "lm_head": 1}
+    result = partition(language_model(2, tied=False), 2, pinned=pins, default_partition=0)
+    assert result.assignment == {
+        "transformer.wte": 0,
+        "transformer.h.0": 0,
+        "transformer.h.1": 1,
+        "transformer.ln_f": 0,
+        "lm_head": 1,
+    }
+    assert result.rank_of == (0, 1, 0, 1)
+
+
+def test_what_is_not_pinned_is_named():
+    with pytest.raises(PartitionError, match=r"no partition is given for transformer\.wte, tran"):
+        partition(language_model(2), 2, pinned={"transformer.h": 1, "lm_head": 0})
+
+
+def test_an_unknown_module_gets_its_neighbours():
+    with pytest.raises(PartitionError, match=r"no module 'lm_heads'; close ones: lm_head"):
+        partition(language_model(2), 2, pinned={"lm_heads": 1}, default_partition=0)
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_an_unknown_rank_is_refused(rank):
+    with pytest.raises(PartitionError, match="there are 2 partitions: use 0 to 1"):
+        partition(language_model(2), 2, pinned={"lm_head": rank}, default_partition=0)
+    with pytest.raises(PartitionError, match="default_partition is"):
+        partition(language_model(2), 2, default_partition=rank)
+
+
+def test_a_rank_left_empty_is_named():
+    with pytest.raises(PartitionError, match="partition 2 holds no module"):
+        partition(language_model(2), 3, pinned={"lm_head": 1}, default_partition=0)
+
+
+def test_pins_that_part_a_shared_parameter():
+    pins = {"lm_head": 1}
+    with pytest.raises(
+        PartitionError, match=r"transformer\.wte\.weight .* lm_head\.weight .* same"
+    ):
+        partition(language_model(2), 2, pinned=pins, default_partition=0, tied="together")
+    result = partition(language_model(2), 2, pinned=pins, default_partition=0)
+    assert result.holders == {"transformer.wte.weight": (0, 1)}
+
+
+# The table.
+
+
+def test_the_table_goes_down_to_what_is_on_one_rank():
+    assert partition(language_model(2, head=0.1), 2, tied="copy").table() == (
+        "module                    parameters  bytes    cost\n"
+        "main: 0-1                        105  420 B  100.0%\n"
+        "main/transformer: 0-1            105  420 B   95.6%\n"
+        "main/lm_head: 1                  100  400 B    4.4%\n"
+        "main/transformer/wte: 0          100  400 B    4.4%\n"
+        "main/transformer/h: 0-1            4   16 B   88.9%\n"
+        "main/transformer/ln_f: 1           1    4 B    2.2%\n"
+        "main/transformer/h/0: 0            2    8 B   44.4%\n"
+        "main/transformer/h/1: 1            2    8 B   44.4%\n"
+        "shared parameter transformer.wte.weight: copies on 0-1, gradients summed\n"
+        "partition 0: 102 parameters, 102 require grads, 0 buffers; 48.9% of the compute; "
+        "1.6 KiB = 408 B parameters + 408 B gradients + 816 B optimizer + 0 B activations\n"
+        "partition 1: 103 parameters, 103 require grads, 0 buffers; 51.1% of the compute; "
+        "1.6 KiB = 412 B parameters + 412 B gradients + 824 B optimizer + 0 B activations\n"
+        "stages on ranks 0 -> 1"
+    )
+
+
+def test_one_partition_is_one_line():
+    lines = partition(language_model(2), 1).table().splitlines()
+    assert lines[1].startswith("main: 0 ")
+    assert lines[2].startswith("partition 0: ")
+
+
+def test_the_table_has_the_names_of_the_model():
+    root = model_tree("gpt2", 2048)
+    paths = {node.path for node in root.walk()}
+    assert {row.path for row in partition(root, 4).rows} <= paths
