@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .analysis import Analyser
     from .glue import GlueMode
     from .ownership import Ownership
-    from .placed import Reports
+    from .reports import Reports
 
 
 class Scheduler(Protocol):
@@ -78,6 +78,7 @@ class Body:
         self.engine = engine
         self.rank = engine.transport.rank
         self.size = engine.transport.size
+        self.step = engine.step
         self.microbatch = microbatch
         self.streams = streams
         self.glue: GlueMode
@@ -120,6 +121,12 @@ class Body:
         if value is not None:
             if value.scope is self:
                 return value
+            if getattr(value.scope, "step", None) == self.step:
+                raise UsageError(
+                    f"microbatch {self.microbatch} uses {value.origin} of another microbatch of "
+                    "the same step; what one microbatch leaves for the next must be detached and "
+                    "live inside one module"
+                )
             # Kept by the user from another body: the same owner, a new number.
             kept = self._adopt(tensor, value.owner, value.meta, "a tensor of an earlier body")
             kept.base = value.base

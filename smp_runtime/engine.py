@@ -30,7 +30,7 @@ from .clock import Clock
 from .errors import PathMismatchError, PeerError, SMPError, WaitTimeoutError
 from .glue import GlueMode
 from .ownership import Ownership
-from .placed import Reports
+from .reports import Reports
 from .rng import RandomStreams, host_random_state, set_host_random_state
 from .schedule import Action, Kind, Plan, Policy, draw, plan
 from .thread_state import ThreadState
@@ -71,7 +71,6 @@ class Run:
     stage: int | None = None
     is_admitted: bool = False
     state: str = "new"
-    host_state: Any = None
     result: Any = None
     error: BaseException | None = None
     go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
@@ -305,14 +304,18 @@ class Engine:
 
     def _suspend(self, run: Run, action: Action | None, addresses: Sequence[Address]) -> None:
         run.action, run.addresses, run.state = action, addresses, "waiting"
-        run.host_state = host_random_state()
+        saved = host_random_state()
+        attributes = self.reports.kept_attributes()
         self.clock.pause()
         self._idle.release()
         run.go.acquire()
         if self._is_aborted:
             raise _Abandoned
         self.clock.resume()
-        set_host_random_state(run.host_state)
+        # Another body ran meanwhile: this one must find the world as it left it.
+        set_host_random_state(saved)
+        for module, name, kept in attributes:
+            vars(module)[name] = kept
         run.state = "running"
 
     def _live(

@@ -11,7 +11,8 @@ from . import device
 from .drawing import seed_draws
 from .ownership import Ownership, PlacedModule
 from .partitioning import Partition
-from .placed import Reports, place
+from .placed import place
+from .reports import Reports
 
 
 class LocalPart:
@@ -126,9 +127,9 @@ def _empty(tensor: torch.Tensor) -> None:
     )
     if isinstance(tensor, nn.Parameter):
         placeholder = nn.Parameter(placeholder, requires_grad=tensor.requires_grad)
-    attributes = dict(vars(tensor))
-    torch.utils.swap_tensors(tensor, placeholder)  # type: ignore[no-untyped-call]
-    vars(tensor).update(attributes)
+    # Not `torch.utils.swap_tensors`: it refuses where weak references exist, as nn.LSTM keeps of
+    # its weights. They point to the object, and that stays.
+    torch._C._swap_tensor_impl(tensor, placeholder)
 
 
 def named_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

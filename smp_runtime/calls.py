@@ -1,0 +1,312 @@
+"""One call of a placed module: it runs on the owner and tells the other ranks what came out.
+
+A call may hand out more than its return value. Forward hooks inside it run on the owner when
+they fire and on the other ranks afterwards, in the same order, on stand-ins; tensors left in
+module attributes, arguments changed in place and lists that were filled are part of the report
+as well. So what a hook collects has the same length on every rank.
+
+The report is sent once for each new signature of a call and kept on every rank. A report with
+plain Python values in it may be another one next time: such calls report each time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import nn
+
+from .analysis import autocast_state
+from .arguments import (
+    apply_change,
+    change_of,
+    comparable,
+    contents,
+    holds_values,
+    mutable_arguments,
+    opaque_arguments,
+)
+from .body import Body
+from .errors import NotSupportedError, PathMismatchError
+from .ownership import PlacedModule
+from .reports import HookCall, Report, differences
+from .tensors import TensorMeta, meta_of
+from .transport import Address, Topic
+from .trees import freeze, iter_tensors, map_tensors, thaw
+from .values import StandIn
+
+
+class Call:
+    """One call of a placed module in one body.
+
+    Args:
+        body: the microbatch.
+        placed: the module.
+        native: runs the module on its owner.
+        args: positional arguments, with stand-ins for what this rank does not own.
+        kwargs: keyword arguments likewise.
+    """
+
+    def __init__(
+        self,
+        body: Body,
+        placed: PlacedModule,
+        native: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        self.body = body
+        self.placed = placed
+        self.native = native
+        self.arguments = (args, dict(kwargs))
+        self.origin = f"the output of {placed.path or 'the model'}"
+        self.operands = body.operands(self.arguments)
+        self.depth = body.depth_at(self.operands, placed.owner)
+        self.table: list[torch.Tensor] = []
+        self.num_numbered = 0
+        self.hooks: list[HookCall] = []
+        self.used: list[torch.Tensor] = []
+        self.same: dict[int, int] = {}
+
+    def run(self) -> Any:
+        """Runs the call on its rank and hands out the same things on every rank."""
+        body, placed = self.body, self.placed
+        pending = body.move(self.operands, placed.owner)
+        number = body.next_number(placed.path)
+        key = self._key()
+        if placed.owner != body.rank:
+            return self._hand_out(self._await(key, number))
+        body.engine.enter_stage(body, placed.stage, pending)
+        body.note_stage(self.depth, placed.stage)
+        return self._compute(key, number)
+
+    def _key(self) -> Any:
+        positions: dict[int, int] = {}
+        metas = []
+        for tensor, value in self.operands:
+            if id(tensor) not in positions:
+                positions[id(tensor)] = len(positions)
+                metas.append(meta_of(tensor) if value is None else value.meta)
+        hooks = tuple(
+            (name, len(module._forward_hooks), len(module._forward_pre_hooks))
+            for name, module in self.placed.modules
+            if module._forward_hooks or module._forward_pre_hooks
+        )
+        return (
+            self.placed.path,
+            comparable(self.arguments, positions),
+            tuple(metas),
+            torch.is_grad_enabled(),
+            autocast_state(),
+            self.placed.modules[0][1].training,
+            hooks,
+        )
+
+    # -- on the owner ------------------------------------------------------------------------
+
+    def _compute(self, key: Any, number: int) -> Any:
+        body = self.body
+        self.used = [body.local(tensor, value, self.depth) for tensor, value in self.operands]
+        self.same = {id(tensor): i for i, tensor in reversed(list(enumerate(self.used)))}
+        versions = [_version(tensor) for tensor in self.used]
+        places = iter(self.used)
+        args, kwargs = map_tensors(lambda _: next(places), self.arguments)
+        given = (*args, *kwargs.values())
+        before = [(mutable, contents(mutable)) for mutable in mutable_arguments(given)]
+        with ExitStack() as stack:
+            for name, module in self.placed.modules:
+                self._watch_hooks(stack, name, module)
+            output = self.native(*args, **kwargs)
+        report = self._report(output, versions, before)
+        self._announce(key, number, report)
+        return self._finish(report)
+
+    def _report(self, output: Any, versions: list[int], before: list[tuple[Any, Any]]) -> Report:
+        opaque = opaque_arguments(self.arguments)
+        changed = tuple(
+            (index, meta_of(tensor))
+            for index, (tensor, version) in enumerate(zip(self.used, versions, strict=True))
+            if self.same[id(tensor)] == index and _version(tensor) != version
+        )
+        frozen = self._freeze(output)
+        varies = holds_values(output, opaque)
+        attributes = tuple(
+            (name, attribute, self._freeze(held))
+            for name, attribute, held in self.body.engine.reports.look_at(self.placed)
+        )
+        mutated = []
+        for position, (mutable, content) in enumerate(before):
+            change = change_of(position, mutable, content)
+            if change is not None:
+                mutated.append((position, self._freeze(change.content)))
+                varies = varies or holds_values(change.content, opaque)
+        metas = tuple(meta_of(tensor) for tensor in self.table)
+        return Report(frozen, metas, tuple(self.hooks), attributes, changed, tuple(mutated), varies)
+
+    def _freeze(self, obj: Any) -> bytes:
+        """Pickles something that came out, with references to what every rank has."""
+        known = {id(tensor): index for index, tensor in enumerate(self.table)}
+        opaque = opaque_arguments(self.arguments)
+
+        def refer(item: Any) -> tuple[str, Any] | None:
+            if isinstance(item, torch.Tensor):
+                if id(item) in self.same:
+                    return "argument", self.same[id(item)]
+                if id(item) not in known:
+                    known[id(item)] = len(self.table)
+                    self.table.append(item)
+                return "new", known[id(item)]
+            if isinstance(item, nn.Module):
+                for name, module in self.placed.modules:
+                    if module is item:
+                        return "module", name
+            for index, argument in enumerate(opaque):
+                if argument is item:
+                    return "object", index
+            return None
+
+        try:
+            return freeze(obj, refer)
+        except Exception as error:
+            raise NotSupportedError(
+                f"{self.placed.path} handed out something that can't be sent to other ranks: "
+                f"{error}"
+            ) from error
+
+    def _announce(self, key: Any, number: int, report: Report) -> None:
+        body, engine = self.body, self.body.engine
+        known = engine.reports.get(key)
+        if known is None:
+            engine.reports.learn(key, report)
+            for peer in engine.transport.peers:
+                engine.transport.send(peer, _key_address(key, body.rank), report)
+        elif not known.varies and report != known:
+            raise PathMismatchError(
+                f"{self.placed.path} gave another structure for the same kind of arguments than "
+                f"before ({differences(known, report)}), and the other ranks went on with the "
+                "old one. Results that change with the data must contain a plain number, or stay "
+                "inside one module"
+            )
+        if (known or report).varies:
+            address = body.address(Topic.STRUCTURE, number, body.rank)
+            for peer in engine.transport.peers:
+                engine.transport.send(peer, address, report)
+
+    def _watch_hooks(self, stack: ExitStack, name: str, module: nn.Module) -> None:
+        for kind in ("_forward_hooks", "_forward_pre_hooks"):
+            hooks = getattr(module, kind)
+            for position, (identity, hook) in enumerate(list(hooks.items())):
+                hooks[identity] = functools.partial(self._fire, name, kind, position, hook)
+                stack.callback(_put_back, hooks, identity, hook)
+
+    def _fire(
+        self,
+        name: str,
+        kind: str,
+        position: int,
+        hook: Callable[..., Any],
+        module: nn.Module,
+        *arguments: Any,
+    ) -> Any:
+        first = len(self.table)
+        frozen = self._freeze(arguments)
+        self.hooks.append(HookCall(name, kind, position, frozen, first, len(self.table)))
+        for index in range(first, len(self.table)):
+            self.table[index] = self._number(self.table[index], meta_of(self.table[index]))
+        self.num_numbered = len(self.table)
+        # What the hook sees must carry tags, as it does on the other ranks.
+        tagged = thaw(frozen, self._resolve)
+        with self.body.glue.resumed():
+            answer = hook(module, *tagged)
+        if any(isinstance(tensor, StandIn) for tensor in iter_tensors(answer)):
+            raise NotSupportedError(
+                f"a forward hook of {self.placed.path}.{name} returned a tensor of another rank"
+            )
+        return answer
+
+    # -- on the others -----------------------------------------------------------------------
+
+    def _await(self, key: Any, number: int) -> Report:
+        body, engine = self.body, self.body.engine
+        report = engine.reports.get(key)
+        if report is None:
+            # Left in the mailbox: bodies of several microbatches may wait for the same news.
+            address = _key_address(key, self.placed.owner)
+            engine.wait(body, [address])
+            report = engine.transport.look(address).content
+            assert isinstance(report, Report)
+            engine.reports.learn(key, report)
+        if report.varies:
+            address = body.address(Topic.STRUCTURE, number, self.placed.owner)
+            engine.wait(body, [address])
+            report = engine.receive(address).content
+            assert isinstance(report, Report)
+        return report
+
+    def _hand_out(self, report: Report) -> Any:
+        modules = dict(self.placed.modules)
+        for hook_call in report.hooks:
+            for meta in report.metas[hook_call.first : hook_call.end]:
+                self.table.append(self._number(None, meta))
+            self.num_numbered = len(self.table)
+            module = modules[hook_call.module]
+            hook = list(getattr(module, hook_call.kind).values())[hook_call.position]
+            arguments = thaw(hook_call.arguments, self._resolve)
+            with self.body.glue.resumed():
+                hook(module, *arguments)
+        return self._finish(report)
+
+    # -- on every rank -----------------------------------------------------------------------
+
+    def _number(self, real: torch.Tensor | None, meta: TensorMeta) -> torch.Tensor:
+        return self.body.new_result(real, meta, self.placed.owner, self.depth, self.origin)
+
+    def _finish(self, report: Report) -> Any:
+        body = self.body
+        is_here = self.placed.owner == body.rank
+        for index, meta in report.changed:
+            used = self.used[index] if is_here else None
+            body.note_change(self.operands[index], meta, self.placed.owner, used, self.depth)
+        for index in range(self.num_numbered, len(report.metas)):
+            made = self._number(self.table[index] if is_here else None, report.metas[index])
+            if is_here:
+                self.table[index] = made
+            else:
+                self.table.append(made)
+        modules = dict(self.placed.modules)
+        for name, attribute, frozen in report.attributes:
+            body.engine.reports.note_attribute(modules[name], attribute)
+            vars(modules[name])[attribute] = thaw(frozen, self._resolve)
+        args, kwargs = self.arguments
+        mutable = list(mutable_arguments((*args, *kwargs.values())))
+        for position, content in report.mutated:
+            apply_change(mutable[position], thaw(content, self._resolve))
+        return thaw(report.output, self._resolve)
+
+    def _resolve(self, reference: tuple[str, Any]) -> Any:
+        kind, where = reference
+        if kind == "new":
+            return self.table[where]
+        if kind == "argument":
+            return self.operands[where].tensor
+        if kind == "module":
+            return dict(self.placed.modules)[where]
+        return opaque_arguments(self.arguments)[where]
+
+
+def _put_back(hooks: dict[int, Any], identity: int, hook: Any) -> None:
+    if identity in hooks:  # a hook may remove itself
+        hooks[identity] = hook
+
+
+def _key_address(key: Any, owner: int) -> Address:
+    digest = blake2b(repr(key).encode(), digest_size=8).digest()
+    return Address(Topic.STRUCTURE, -1, -1, int.from_bytes(digest, "big"), owner)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version

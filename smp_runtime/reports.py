@@ -1,0 +1,110 @@
+"""What a call of a placed module handed out, as its owner tells the other ranks."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .ownership import PlacedModule
+from .tensors import TensorMeta
+
+
+class HookCall(NamedTuple):
+    """A forward hook that fired inside a placed module.
+
+    Attributes:
+        module: name of the module inside the placed one.
+        kind: `_forward_hooks` or `_forward_pre_hooks`.
+        position: place among the module's hooks of that kind.
+        arguments: frozen arguments of the hook after the module itself.
+        first: position of the first tensor of the report that came out through this hook.
+        end: position after the last one.
+    """
+
+    module: str
+    kind: str
+    position: int
+    arguments: bytes
+    first: int
+    end: int
+
+
+class Report(NamedTuple):
+    """What a call of a placed module handed out.
+
+    Attributes:
+        output: the frozen return value.
+        metas: tensors that did not exist before, in the order in which they came out.
+        hooks: hooks that fired.
+        attributes: tensors that modules keep in attributes: module, name, frozen value.
+        changed: arguments changed in place, with their metas afterwards.
+        mutated: lists, dicts, sets and objects among the arguments that hold other things now:
+            place among the mutable arguments, frozen contents.
+        varies: it holds plain values, so another call may give other ones.
+    """
+
+    output: bytes
+    metas: tuple[TensorMeta, ...]
+    hooks: tuple[HookCall, ...]
+    attributes: tuple[tuple[str, str, bytes], ...]
+    changed: tuple[tuple[int, TensorMeta], ...]
+    mutated: tuple[tuple[int, bytes], ...]
+    varies: bool
+
+
+class Reports:
+    """The reports known on this rank, by signature of the call; and what modules keep."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Report] = {}
+        self._seen: dict[str, dict[tuple[str, str], torch.Tensor]] = {}
+        self._kept: dict[tuple[int, str], tuple[nn.Module, str]] = {}
+
+    def get(self, key: Any) -> Report | None:
+        """Returns what is known of calls with this signature."""
+        return self._known.get(key)
+
+    def learn(self, key: Any, report: Report) -> None:
+        """Remembers a report."""
+        self._known[key] = report
+
+    def look_at(self, placed: PlacedModule) -> list[tuple[str, str, torch.Tensor]]:
+        """Finds tensors that a placed module's own code put into attributes since it was placed.
+
+        An attribute that was found once is found ever after, so that reports stay alike.
+        """
+        is_first = placed.path not in self._seen
+        seen = self._seen.setdefault(placed.path, {})
+        found = []
+        for name, module in placed.modules:
+            for attribute, held in vars(module).items():
+                if isinstance(held, torch.Tensor):
+                    if seen.get((name, attribute)) is not held:
+                        seen[name, attribute] = held
+                        if not is_first:
+                            self.note_attribute(module, attribute)
+                    if (id(module), attribute) in self._kept:
+                        found.append((name, attribute, held))
+        return found
+
+    def note_attribute(self, module: nn.Module, attribute: str) -> None:
+        """Notes that a placed module keeps a tensor in an attribute."""
+        self._kept[id(module), attribute] = (module, attribute)
+
+    def kept_attributes(self) -> list[tuple[nn.Module, str, Any]]:
+        """Returns what modules keep now: each microbatch must find its own there again."""
+        return [
+            (module, attribute, vars(module).get(attribute))
+            for module, attribute in self._kept.values()
+        ]
+
+
+def differences(known: Report, report: Report) -> str:
+    """Names the parts of two reports that differ."""
+    return ", ".join(
+        f"{name}: {old!r} before, {new!r} now"
+        for name, old, new in zip(Report._fields, known, report, strict=True)
+        if old != new
+    )
