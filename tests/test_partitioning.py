@@ -1,19 +1,14 @@
-import time
 from collections.abc import Callable
-from itertools import combinations
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoModelForCausalLM
 from trees_of_modules import TreeMaker, language_model, row_of_layers
 
-from smp_runtime.atoms import atoms_at_level, charge
+from smp_runtime.atoms import charge
 from smp_runtime.errors import PartitionError
 from smp_runtime.module_tree import ModuleNode, OwnCost, is_below
 from smp_runtime.partitioning import Partition, partition
-from smp_runtime.trace import trace_model
 
 # The automatic cut.
 
@@ -109,89 +104,6 @@ def test_glue_counts_to_the_module_whose_result_it_uses():
     charges = charge(root, layers)
     # What depends on the inputs only runs on every rank and is nobody's share.
     assert {path: own.compute for path, own in charges.items()} == {"a": 1.0, "b": 6.0, "c": 1.0}
-
-
-# Quality.
-
-
-def model_tree(name: str, vocabulary: int, **sizes: int) -> ModuleNode:
-    shapes = {
-        "gpt2": {"n_embd": 256, "n_layer": 8, "n_head": 8},
-        "llama": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8}
-        | {"num_attention_heads": 8},
-    }
-    tokens = {"bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False}
-    config = AutoConfig.for_model(name, vocab_size=vocabulary, **tokens, **shapes[name] | sizes)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    ids = torch.zeros(4, 128, dtype=torch.long)
-    trace = trace_model(model, (), {"input_ids": ids, "labels": ids})
-    assert trace.source == "fake"
-    return trace.root
-
-
-@pytest.mark.parametrize("vocabulary", [2048, 50257, 128000])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_the_slowest_stage_equals_brute_force(name, vocabulary):
-    root = model_tree(name, vocabulary)
-    for num_partitions in (2, 3, 4, 8):
-        best, result = brute_force(root, 0, num_partitions), partition(root, num_partitions)
-        slowest = max(share.cost for share in result.ranks)
-        # What depends on the inputs only counts for a module once that is placed as a whole.
-        assert slowest == pytest.approx(result.slowest, rel=1e-4)
-        if result.slowest > 0.95 * best:
-            assert result.slowest == pytest.approx(best, rel=1e-9)
-        else:  # Opening the blocks paid.
-            level = next(n for n in (1, 2, 3) if is_cut_at(root, n, result))
-            if num_partitions <= 3:
-                best = brute_force(root, level, num_partitions)
-                assert result.slowest == pytest.approx(best, rel=1e-9)
-
-
-def brute_force(root: ModuleNode, level: int, num_stages: int) -> float:
-    """The smallest slowest stage over all contiguous cuts, as a share of the whole."""
-    atoms = atoms_at_level(root, level)
-    charges = charge(root, [atom.node for atom in atoms])
-    costs = [charges[atom.node.path].compute for atom in atoms]
-    sums = [sum(costs[:i]) for i in range(len(costs) + 1)]
-    return min(
-        max(sums[b] - sums[a] for a, b in zip((0, *cut), (*cut, len(costs)), strict=True))
-        for cut in combinations(range(1, len(costs)), num_stages - 1)
-    ) / sum(costs)
-
-
-def is_cut_at(root: ModuleNode, level: int, result: Partition) -> bool:
-    """Whether atoms of this level are fine enough for the cut."""
-    paths = [atom.node.path for atom in atoms_at_level(root, level)]
-    return all(any(is_below(path, top) for top in result.assignment) for path in paths)
-
-
-@pytest.mark.parametrize("num_partitions", [8, 64])
-def test_a_70b_model_is_planned_in_seconds(num_partitions, llama_70b):
-    start = time.monotonic()
-    result = partition(llama_70b, num_partitions)
-    assert time.monotonic() - start < 10
-    # 69.5 billion parameters, 81 costs of about one block: an even cut is within a fifth.
-    assert sum(share.num_parameters for share in result.ranks) == 70_553_706_496
-    assert result.slowest * num_partitions < 1.2
-
-
-@pytest.fixture(scope="module")
-def llama_70b() -> ModuleNode:
-    return model_tree(
-        "llama",
-        128256,
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-    )
-
-
-def test_the_result_does_not_vary():
-    first, second = (partition(model_tree("gpt2", 2048), 3) for _ in range(2))
-    assert first.to_json() == second.to_json()
 
 
 # Memory.
@@ -397,87 +309,3 @@ def check_invariants(
     assert all(a != b for a, b in zip(result.rank_of, result.rank_of[1:], strict=False))
     if tied == "together":
         assert result.holders == {}
-
-
-# Manual placement.
-
-
-def test_the_innermost_pin_wins():
-    pins = {"transformer.h": 1, "transformer.h.0": 0, "lm_head": 1}
-    result = partition(language_model(2, tied=False), 2, pinned=pins, default_partition=0)
-    assert result.assignment == {
-        "transformer.wte": 0,
-        "transformer.h.0": 0,
-        "transformer.h.1": 1,
-        "transformer.ln_f": 0,
-        "lm_head": 1,
-    }
-    assert result.rank_of == (0, 1, 0, 1)
-
-
-def test_what_is_not_pinned_is_named():
-    with pytest.raises(PartitionError, match=r"no partition is given for transformer\.wte, tran"):
-        partition(language_model(2), 2, pinned={"transformer.h": 1, "lm_head": 0})
-
-
-def test_an_unknown_module_gets_its_neighbours():
-    with pytest.raises(PartitionError, match=r"no module 'lm_heads'; close ones: lm_head"):
-        partition(language_model(2), 2, pinned={"lm_heads": 1}, default_partition=0)
-
-
-@pytest.mark.parametrize("rank", [-1, 2])
-def test_an_unknown_rank_is_refused(rank):
-    with pytest.raises(PartitionError, match="there are 2 partitions: use 0 to 1"):
-        partition(language_model(2), 2, pinned={"lm_head": rank}, default_partition=0)
-    with pytest.raises(PartitionError, match="default_partition is"):
-        partition(language_model(2), 2, default_partition=rank)
-
-
-def test_a_rank_left_empty_is_named():
-    with pytest.raises(PartitionError, match="partition 2 holds no module"):
-        partition(language_model(2), 3, pinned={"lm_head": 1}, default_partition=0)
-
-
-def test_pins_that_part_a_shared_parameter():
-    pins = {"lm_head": 1}
-    with pytest.raises(
-        PartitionError, match=r"transformer\.wte\.weight .* lm_head\.weight .* same"
-    ):
-        partition(language_model(2), 2, pinned=pins, default_partition=0, tied="together")
-    result = partition(language_model(2), 2, pinned=pins, default_partition=0)
-    assert result.holders == {"transformer.wte.weight": (0, 1)}
-
-
-# The table.
-
-
-def test_the_table_goes_down_to_what_is_on_one_rank():
-    assert partition(language_model(2, head=0.1), 2, tied="copy").table() == (
-        "module                    parameters  bytes    cost\n"
-        "main: 0-1                        105  420 B  100.0%\n"
-        "main/transformer: 0-1            105  420 B   95.6%\n"
-        "main/lm_head: 1                  100  400 B    4.4%\n"
-        "main/transformer/wte: 0          100  400 B    4.4%\n"
-        "main/transformer/h: 0-1            4   16 B   88.9%\n"
-        "main/transformer/ln_f: 1           1    4 B    2.2%\n"
-        "main/transformer/h/0: 0            2    8 B   44.4%\n"
-        "main/transformer/h/1: 1            2    8 B   44.4%\n"
-        "shared parameter transformer.wte.weight: copies on 0-1, gradients summed\n"
-        "partition 0: 102 parameters, 102 require grads, 0 buffers; 48.9% of the compute; "
-        "1.6 KiB = 408 B parameters + 408 B gradients + 816 B optimizer + 0 B activations\n"
-        "partition 1: 103 parameters, 103 require grads, 0 buffers; 51.1% of the compute; "
-        "1.6 KiB = 412 B parameters + 412 B gradients + 824 B optimizer + 0 B activations\n"
-        "stages on ranks 0 -> 1"
-    )
-
-
-def test_one_partition_is_one_line():
-    lines = partition(language_model(2), 1).table().splitlines()
-    assert lines[1].startswith("main: 0 ")
-    assert lines[2].startswith("partition 0: ")
-
-
-def test_the_table_has_the_names_of_the_model():
-    root = model_tree("gpt2", 2048)
-    paths = {node.path for node in root.walk()}
-    assert {row.path for row in partition(root, 4).rows} <= paths

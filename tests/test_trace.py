@@ -1,17 +1,9 @@
-import random
 from collections import OrderedDict
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-)
 
 from smp_runtime.module_tree import ModuleNode
 from smp_runtime.op_cost import CPU, parameter_gradient_cost
@@ -186,100 +178,6 @@ def test_a_parameter_given_as_an_argument_keeps_the_receiver_closed():
     assert all(node.is_closed for node in tree.values())
 
 
-# The model stays as it was.
-
-
-class Stateful(nn.Module):
-    """Changes everything that a forward can change."""
-
-    def __init__(self, *, looks_at_values: bool = False) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-        self.linear = nn.Linear(4, 4)
-        self.drop = nn.Dropout(0.5)
-        self.register_buffer("steps", torch.zeros(()))
-        self.plain = torch.zeros(3)
-        self.counter = 0
-        self.history: list[int] = []
-        self.by_name = {"calls": {"inner": 0}}
-        self.looks_at_values = looks_at_values
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.counter += 1
-        self.history.append(self.counter)
-        self.by_name["calls"]["inner"] += 1
-        self.last_input = x
-        self.steps += 1
-        self.plain[0] = 7
-        x.add_(1)
-        x = self.drop(self.linear(self.norm(x))) * random.random() * np.random.rand()
-        if self.looks_at_values and x.sum() > 1e9:
-            x = x + 1
-        return x
-
-
-@pytest.mark.parametrize("looks_at_values", [False, True], ids=["fake", "real"])
-@pytest.mark.parametrize("measure_times", [False, True])
-def test_the_model_stays_as_it_was(looks_at_values, measure_times):
-    model, x = Stateful(looks_at_values=looks_at_values), torch.ones(2, 4)
-    fired = []
-    for module in model.modules():
-        module.register_forward_hook(lambda *_: fired.append("forward"))
-        module.register_forward_pre_hook(lambda *_: fired.append("pre"))
-    parameters = dict(model.named_parameters())
-    attributes = {path: dict(vars(module)) for path, module in model.named_modules()}
-    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    history, hooks = model.history, dict(model.linear._forward_hooks)
-
-    trace = trace_model(model, (x,), measure_times=measure_times)
-
-    source = "measured" if measure_times else "real" if looks_at_values else "fake"
-    assert trace.source == source
-    assert trace.drawing_modules == {"", "drop"}
-    assert fired == []
-    assert model.linear._forward_hooks == hooks
-    assert all(now is parameters[name] for name, now in model.named_parameters())
-    assert {path: dict(vars(module)) for path, module in model.named_modules()} == attributes
-    assert model.history is history and history == []
-    assert model.by_name == {"calls": {"inner": 0}} and model.counter == 0
-    assert all(torch.equal(now, tensors[name]) for name, now in model.state_dict().items())
-    assert torch.equal(model.plain, torch.zeros(3)) and torch.equal(x, torch.ones(2, 4))
-    assert torch.equal(torch.get_rng_state(), generators[0])
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == generators[1:]
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_the_model_is_restored_when_its_forward_raises():
-    class Failing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.linear(x)
-            raise KeyError("no such thing")
-
-    model = Failing()
-    weight = model.linear.weight
-    with pytest.warns(UserWarning, match="declared order.*fake: KeyError.*real: KeyError"):
-        trace = trace_model(model, (X,))
-    assert trace.source == "declared"
-    assert model.linear.weight is weight and not model.linear._forward_hooks
-
-
-def test_hooks_fire_where_the_forward_needs_them():
-    model = nn.Sequential(nn.Linear(4, 4))
-    model[0].register_forward_pre_hook(lambda module, args: (args[0]["x"],))
-    assert trace_model(model, ({"x": X},)).source == "fake"
-
-
-def test_dropout_that_is_off_does_not_draw():
-    model = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.0))
-    assert trace_model(model, (X,)).drawing_modules == {"0"}
-    assert trace_model(model.eval(), (X,)).drawing_modules == frozenset()
-
-
 # Where it cannot run on fake tensors.
 
 
@@ -313,68 +211,3 @@ def test_measured_times_are_those_of_the_clock():
     model = nn.Sequential(nn.Linear(256, 1024), nn.Linear(1024, 8))
     tree = nodes(trace_model(model, (torch.zeros(64, 256),), measure_times=True).root)
     assert 0 < tree["1"].compute < tree["0"].compute < 1
-
-
-# Hugging Face models.
-
-TINY = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2}
-BLOCK = {"intermediate_size": 32, "num_attention_heads": 2}
-SUBJECTS = {
-    "gpt2": {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    | {"bos_token_id": 0, "eos_token_id": 0},
-    "llama": TINY | BLOCK,
-    "mixtral": TINY | BLOCK | {"num_key_value_heads": 1, "num_local_experts": 2},
-    "t5": {"vocab_size": 64, "d_model": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2}
-    | {"d_kv": 8, "decoder_start_token_id": 0},
-    "mamba": TINY | {"state_size": 4},
-    "bert": TINY | BLOCK,
-}
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("name", SUBJECTS)
-def test_hugging_face_models_are_traced_on_fake_tensors(name, device):
-    auto = {"t5": AutoModelForSeq2SeqLM, "bert": AutoModelForMaskedLM}.get(
-        name, AutoModelForCausalLM
-    )
-    with torch.device(device):
-        model = auto.from_config(AutoConfig.for_model(name, **SUBJECTS[name]))
-    model.train()
-    ids = torch.randint(0, 64, (2, 8))
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    attributes = {path: set(vars(module)) for path, module in model.named_modules()}
-    trace = trace_model(model, (), {"input_ids": ids, "attention_mask": mask, "labels": ids})
-    assert trace.source == "fake"
-    assert {path: set(vars(module)) for path, module in model.named_modules()} == attributes
-    assert {p.device.type for p in model.parameters()} == {device}
-    names = [name for name, _ in trace.root.facts()]
-    persistent = model.state_dict(keep_vars=True)
-    assert set(names) == set(persistent)
-    called = [node for node in trace.root.walk() if node.calls]
-    assert len(called) > 6
-    assert all(node.compute > 0 for node in called if node.own_parameters and not node.children)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_collecting_hidden_states_leaves_no_hooks(name):
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **SUBJECTS[name]))
-    ids = torch.randint(0, 64, (2, 8))
-    trace = trace_model(model, (), {"input_ids": ids, "output_hidden_states": True})
-    assert trace.source == "fake"
-    assert not any(module._forward_hooks for module in model.modules())
-    # What transformers installs at the first such call is then missing for nobody.
-    assert len(model(input_ids=ids, output_hidden_states=True).hidden_states) == 3
-    trace = trace_model(model, (), {"input_ids": ids, "output_hidden_states": True})
-    assert trace.source == "fake"
-    assert len(model(input_ids=ids, output_hidden_states=True).hidden_states) == 3
-
-
-def test_router_logits_of_a_mixture_of_experts():
-    config = AutoConfig.for_model("mixtral", **SUBJECTS["mixtral"], output_router_logits=True)
-    model = AutoModelForCausalLM.from_config(config)
-    ids = torch.randint(0, 64, (2, 8))
-    kwargs = {"input_ids": ids, "labels": ids}
-    assert trace_model(model, (), kwargs).source == "fake"
-    model(**kwargs)
-    assert trace_model(model, (), kwargs).source == "fake"
