@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 
 from .atoms import Charge, charge, is_placeable
@@ -33,7 +34,6 @@ def assemble(
         num_partitions: number of pipeline ranks.
         in_flight: microbatches that a stage holds at once.
         memory_limit: bytes that one rank may hold.
-        slowest: passed on.
     """
     placed, direct = _largest(root, ranks)
     assignment = {node.path: rank for node, rank in placed}
@@ -43,10 +43,8 @@ def assemble(
     active = {path: in_flight(stage) for path, stage in stage_of.items()}
     total = sum(own.compute for own in charges.values())
     scale = 1.0 / total if total else 0.0
-    shares = tuple(
-        _share(root, ranks, rank, assignment, charges, active, scale)
-        for rank in range(num_partitions)
-    )
+    share = partial(_share, root, ranks, assignment, charges, active, scale)
+    shares = tuple(map(share, range(num_partitions)))
     _check_memory(shares, memory_limit)
     return Partition(
         assignment=assignment,
@@ -163,11 +161,11 @@ def _bytes(facts: Mapping[int, ParameterFact]) -> int:
 def _share(
     root: ModuleNode,
     ranks: Ranks,
-    rank: int,
     assignment: Ranks,
     charges: Mapping[str, Charge],
     active: Mapping[str, int],
     scale: float,
+    rank: int,
 ) -> RankShare:
     facts = {fact.group: fact for name, fact in root.facts() if ranks[name] == rank}
     trained = {group: fact for group, fact in facts.items() if fact.requires_grad}

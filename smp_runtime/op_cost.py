@@ -98,39 +98,37 @@ def op_cost(
     result: Any,
     machine: Machine,
 ) -> OpCost:
-    """Returns the cost of one call of an operation that autograd may record.
+    """Returns the cost of one call of an operation.
 
     Args:
         func: the operation.
-        args: its positional arguments.
+        args: its arguments.
         kwargs: its keyword arguments.
-        inputs: the tensors among its arguments.
-        outputs: the tensors of its result.
-        result: its result.
+        inputs: the tensors among both.
+        outputs: those of its result.
+        result: the result.
         machine: how fast the device is.
     """
     name = func._overloadpacket.__name__.removesuffix("_")
-    if func.is_view or name in FREE or func._overloadpacket.__name__ in FREE:
+    if func.is_view or name in FREE:
         return OpCost(0.0, 0.0)
     trained = [t for t in inputs if t.requires_grad] if torch.is_grad_enabled() else []
     written = sum(map(_bytes, outputs))
-    read = written if name in GATHERS else sum(map(_bytes, inputs))
-    traffic = (read + written) / machine.traffic + _first_touch(outputs, machine)
-    packet = func._overloadpacket
-    formula = flop_registry.get(packet) or _FLOPS.get(packet)
+    moved = written + (written if name in GATHERS else sum(map(_bytes, inputs)))
+    traffic = moved / machine.traffic + _first_touch(outputs, machine)
+    formula = flop_registry.get(func._overloadpacket) or _FLOPS.get(func._overloadpacket)
     if formula is not None:
         flops = formula(*args, **kwargs, out_val=result)
         forward = machine.seconds_per_op + max(flops / machine.flops, traffic)
-        attention = "attention" in name
-        factor = ATTENTION_BACKWARD if attention else sum(t.dim() > 1 for t in trained)
-        return OpCost(forward, forward * factor if trained else 0.0)
+        products = ATTENTION_BACKWARD if "attention" in name else sum(t.dim() > 1 for t in trained)
+        return OpCost(forward, forward * products if trained else 0.0)
     element = _element_seconds(name, outputs, machine)
     forward = machine.seconds_per_op + max(element, traffic)
     if not trained:
         return OpCost(forward, 0.0)
-    again = element if name in BACKWARD_LIKE_FORWARD else 0.0
     # Twice the traffic: the output gradient is read besides what forward read.
-    return OpCost(forward, machine.seconds_per_op + max(again, 2 * traffic))
+    again = max(element if name in BACKWARD_LIKE_FORWARD else 0.0, 2 * traffic)
+    return OpCost(forward, machine.seconds_per_op + again)
 
 
 def parameter_gradient_cost(num_bytes: int, machine: Machine) -> float:

@@ -58,14 +58,12 @@ def partition(
     """Assigns every module below `root` to one of `num_partitions` ranks.
 
     Args:
-        root: the costs of the model, from `trace_model`.
+        root: the costs of the model, from a trace.
         num_partitions: number of pipeline ranks.
         stages_per_rank: more than 1 deals that many stages to each rank in turn (looped).
         memory_weight: 0 balances compute, 1 memory, between them the blend of both shares.
-        tied: whether the users of a shared parameter are placed together, or each holds a copy;
-            ``"auto"`` takes what leaves the faster slowest rank.
-        num_in_flight: microbatches that a stage holds at once; by default what the interleaved
-            schedule allows, one less per stage.
+        tied: place the users of a shared parameter together, or copy it; or take what is faster.
+        num_in_flight: microbatches that a stage holds at once; by default one less per stage.
         memory_limit: bytes that one rank may hold.
         pinned: rank by module path, for manual placement; the innermost path wins.
         default_partition: rank of what is not pinned. With it or `pinned`, placement is manual.
@@ -79,7 +77,7 @@ def partition(
         ranks = ranks_from_pins(root, num_partitions, pinned or {}, default_partition, tied)
         return assemble(root, ranks, num_partitions, in_flight, memory_limit)
     if num_stages == 1:
-        ranks = {name: 0 for name, _ in root.facts()}
+        ranks = dict.fromkeys((name for name, _ in root.facts()), 0)
         return assemble(root, ranks, num_partitions, in_flight, memory_limit)
     limit = None if memory_limit is None else memory_limit / stages_per_rank
     cut = _best_cut(root, num_stages, tied, Budget(memory_weight, in_flight, limit))

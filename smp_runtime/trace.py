@@ -212,28 +212,7 @@ def _tree(model: nn.Module, record: Record, uses: Mapping[int, int | None]) -> M
     path_of = {id(module): path for path, module in model.named_modules()}
     groups: dict[int, int] = {}
 
-    def fact(name: str, tensor: torch.Tensor, *, is_buffer: bool) -> ParameterFact:
-        return ParameterFact(
-            name=name,
-            group=groups.setdefault(id(tensor), len(groups)),
-            num_elements=tensor.numel(),
-            bytes=tensor.numel() * tensor.element_size(),
-            requires_grad=tensor.requires_grad,
-            is_buffer=is_buffer,
-            first_use=uses.get(id(tensor)),
-        )
-
     def node(module: nn.Module, path: str) -> ModuleNode:
-        facts = [
-            fact(name, parameter, is_buffer=False)
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-        ]
-        facts += [
-            fact(name, buffer, is_buffer=True)
-            for name, buffer in module._buffers.items()
-            if buffer is not None and name not in module._non_persistent_buffers_set
-        ]
         children = [
             node(child, join_path(path, name))
             for name, child in module._modules.items()
@@ -244,7 +223,7 @@ def _tree(model: nn.Module, record: Record, uses: Mapping[int, int | None]) -> M
             path=path,
             type_name=type(module).__name__,
             calls=tuple(record.calls.get(path, ())),
-            own_parameters=tuple(facts),
+            own_parameters=tuple(_facts(module, groups, uses)),
             own_costs=tuple(record.costs.get(path, {}).values()),
             output_bytes=record.output_bytes.get(path, 0),
             children=tuple(children),
@@ -254,6 +233,28 @@ def _tree(model: nn.Module, record: Record, uses: Mapping[int, int | None]) -> M
         )
 
     return node(model, "")
+
+
+def _facts(
+    module: nn.Module, groups: dict[int, int], uses: Mapping[int, int | None]
+) -> Iterator[ParameterFact]:
+    """Yields what a module holds directly; `groups` numbers the tensors met so far."""
+    persistent = {
+        name: buffer
+        for name, buffer in module._buffers.items()
+        if name not in module._non_persistent_buffers_set
+    }
+    for name, tensor in {**module._parameters, **persistent}.items():
+        if tensor is not None:
+            yield ParameterFact(
+                name=name,
+                group=groups.setdefault(id(tensor), len(groups)),
+                num_elements=tensor.numel(),
+                bytes=tensor.numel() * tensor.element_size(),
+                requires_grad=tensor.requires_grad,
+                is_buffer=name in persistent,
+                first_use=uses.get(id(tensor)),
+            )
 
 
 def _declared(model: nn.Module) -> Trace:
