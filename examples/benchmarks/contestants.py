@@ -1,0 +1,51 @@
+"""Who runs against whom, in which order they are started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from job import Job
+from shape import Shape
+from team import Team
+
+ONE, WHOLE, TOGETHER = "one process", "one process, whole batch", "two processes at once"
+OURS, LOOPED = "this runtime", "this runtime, looped"
+TORCH, TORCH_LOOPED = "torch 1F1B", "torch Interleaved1F1B"
+
+
+def start_all(shape: Shape, m: int, only: Sequence[str]) -> dict[str, Team]:
+    """Starts one process or two for each contestant, one contestant after the other.
+
+    torch's schedules get the split that this runtime has chosen, and where that is not the one
+    with equal layers, 1F1B gets that as well.
+    """
+    teams: dict[str, Team] = {}
+
+    def start(name: str, job: Job) -> None:
+        if not only or name in (ONE, TOGETHER) or any(word in name for word in only):
+            teams[name] = Team(name, job)
+
+    def start_torch(name: str, schedule: str, num_layers: list[int]) -> None:
+        options = {"schedule": schedule, "num_layers": num_layers}
+        start(name, Job("torch_pipelining", shape, m, 2, options=options))
+
+    start(ONE, Job("one_process", shape, m))
+    start(WHOLE, Job("one_process", shape, 1))
+    start(TOGETHER, Job("one_process", shape, m, 2, is_one_world=False))
+    start(OURS, Job("this_runtime", shape, m, 2))
+    start(LOOPED, Job("this_runtime", shape, m, 2, options={"stages_per_rank": 2}))
+    equal = [shape.num_layers // 2] * 2
+    ours = split_of(teams.get(OURS)) or equal
+    start_torch(TORCH, "1F1B", ours)
+    if ours != equal:
+        start_torch(f"{TORCH}, equal layers", "1F1B", equal)
+    start_torch("torch GPipe", "GPipe", ours)
+    looped = split_of(teams.get(LOOPED)) or [shape.num_layers // 4] * 4
+    start_torch(TORCH_LOOPED, "Interleaved1F1B", looped)
+    start("data parallel", Job("data_parallel", shape, m, 2))
+    return teams
+
+
+def split_of(team: Team | None) -> list[int] | None:
+    """Returns how many blocks end in each stage."""
+    return team.details[0]["num_layers"] if team else None

@@ -1,0 +1,166 @@
+"""What comes out: tables of medians and ratios."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+
+from contestants import LOOPED, ONE, OURS, TOGETHER, TORCH, TORCH_LOOPED, WHOLE
+from rich.console import Console
+from rich.table import Table
+from team import Step, Team
+
+Teams = Mapping[str, Team]
+
+
+def middle(team: Team, value: Callable[[Step], float]) -> float:
+    return median(value(step) for step in team.steps)
+
+
+def seconds(team: Team) -> float:
+    return middle(team, lambda step: step.seconds)
+
+
+def ratio(teams: Teams, above: str, below: str) -> float:
+    """Returns how long `above` takes over `below`: the median over turns next to each other."""
+    pairs = zip(teams[above].steps, teams[below].steps, strict=True)
+    return median(a.seconds / b.seconds for a, b in pairs)
+
+
+def show(teams: Teams, m: int, console: Console) -> None:
+    show_contestants(teams, m, console)
+    for name in (OURS, LOOPED):
+        if name in teams:
+            show_breakdown(teams[name], console)
+
+
+def show_contestants(teams: Teams, m: int, console: Console) -> None:
+    ideal = 2 * m / (m + 1)
+    both = 2 * ratio(teams, ONE, TOGETHER)
+    table = Table(caption_justify="left")
+    table.add_column()
+    for head in ("s/step", f"x {ONE}", "of ideal", "of reachable", f"{OURS} is"):
+        table.add_column(head, justify="right")
+    for head in (
+        "emulated s",
+        "x one",
+        "of ideal",
+        "peak MiB",
+        "user s",
+        "system s",
+        "extra ms",
+        "first step s",
+        "loss",
+    ):
+        table.add_column(head, justify="right")
+    clock = middle(teams[ONE], lambda step: step.emulated)
+    alone = middle(teams[TOGETHER], cpu) / 2
+    for name, team in teams.items():
+        gain = ratio(teams, ONE, name)
+        pipeline = team.job.num_ranks == 2 and name != TOGETHER
+        rival = LOOPED if name == TORCH_LOOPED else OURS
+        emulated = middle(team, lambda step: step.emulated)
+        extra = (middle(team, cpu) - alone) / (2 * m) * 1000
+        table.add_row(
+            f"{name} {team.job.options.get('num_layers', '')}",
+            f"{seconds(team):.3f}",
+            f"{gain:.3f}" if name != TOGETHER else f"{both:.3f}",
+            f"{gain / ideal:.1%}" if pipeline else "",
+            f"{gain / (ideal * both / 2):.1%}" if pipeline else "",
+            f"x {ratio(teams, name, rival):.3f}" if pipeline and rival in teams else "",
+            f"{emulated:.3f}",
+            f"{clock / emulated:.3f}" if pipeline else "",
+            f"{clock / emulated / ideal:.1%}" if pipeline else "",
+            " ".join(f"{peak / 2**20:.0f}" for peak in team.steps[-1].peak_bytes),
+            f"{middle(team, lambda step: step.user):.2f}",
+            f"{middle(team, lambda step: step.system):.2f}",
+            f"{extra:.1f}" if pipeline else "",
+            f"{team.seconds_to_first_step:.1f}",
+            f"{team.steps[-1].losses[-1]:.6f}",
+        )
+    small = ratio(teams, WHOLE, ONE) if WHOLE in teams else float("nan")
+    table.caption = (
+        f"ideal bound: 2m/(m+1) = {ideal:.3f} x {ONE} with the same microbatch size\n"
+        f"reachable bound: ideal x {both:.3f} of 2, which two processes reach together"
+        f" = {ideal * both / 2:.3f};\n  x {small:.3f} for the smaller microbatch ="
+        f" {ideal * both / 2 * small:.3f} over one process with the whole batch\n"
+        f"extra: CPU time above that of {TOGETHER}, per microbatch and rank\n"
+        f"turns: {len(teams[ONE].steps)}; load of the machine: {load()}"
+    )
+    console.print(table)
+
+
+def cpu(step: Step) -> float:
+    return step.user + step.system
+
+
+def show_breakdown(team: Team, console: Console) -> None:
+    """Shows where the time of this runtime's step goes, on each rank, in milliseconds."""
+    m = team.job.num_microbatches
+    table = Table(title=f"{team.name}: where the time goes, ms", title_justify="left")
+    for head in ("rank", "step", "compute", "glue", "waiting", "bubble", "transfer wait"):
+        table.add_column(head, justify="right")
+    for head in ("glue per microbatch", "around the bodies", "optimizer", "emulated step"):
+        table.add_column(head, justify="right")
+    for rank in range(team.job.num_ranks):
+        details = [detail for turn in team.steps for detail in turn.details[rank]]
+
+        def ms(value: Callable[[dict[str, float]], float], details: list = details) -> float:
+            return median(value(detail) for detail in details) * 1000
+
+        compute = ms(lambda d: d["compute"])
+        glue = ms(lambda d: d["busy"] - d["compute"])
+        waiting = ms(lambda d: d["wall"] - d["busy"])
+        # The bubble of equal stages; what is beyond it comes from transfers and from imbalance.
+        bubble = ms(lambda d: d["busy"]) / m
+        table.add_row(
+            str(rank),
+            f"{ms(lambda d: d['step']):.1f}",
+            f"{compute:.1f}",
+            f"{glue:.1f}",
+            f"{waiting:.1f}",
+            f"{bubble:.1f}",
+            f"{waiting - bubble:.1f}",
+            f"{glue / m:.2f}",
+            f"{ms(lambda d: d['step'] - d['wall']):.1f}",
+            f"{ms(lambda d: d['optimizer']):.1f}",
+            f"{ms(lambda d: d['emulated']):.1f}",
+        )
+    console.print(table)
+
+
+def show_bars(teams: Teams, console: Console) -> None:
+    """Says which bars are met."""
+    for name, rival in ((OURS, TORCH), (LOOPED, TORCH_LOOPED)):
+        if name in teams and rival in teams:
+            speed = ratio(teams, rival, name)
+            emulated = middle(teams[rival], lambda step: step.emulated) / middle(
+                teams[name], lambda step: step.emulated
+            )
+            mine, theirs = (max(teams[n].steps[-1].peak_bytes) for n in (name, rival))
+            console.print(
+                f"{name} against {rival}: {speed:.3f} x the throughput "
+                f"({emulated:.3f} x on the emulated clock), "
+                f"{mine / theirs:.3f} x the memory",
+                highlight=False,
+            )
+
+
+def check_losses(teams: Teams, console: Console) -> None:
+    """Says whether all contestants train the same: equal losses after the same steps."""
+    for name, team in teams.items():
+        difference = max(
+            abs(a - b) / abs(b)
+            for a, b in zip(team.first_losses, teams[ONE].first_losses, strict=True)
+        )
+        if difference > 1e-5:
+            raise SystemExit(f"{name} trains something else: its loss is off by {difference:.1e}")
+    last = {team.steps[-1].losses[-1] for team in teams.values()}
+    spread = (max(last) - min(last)) / min(last)
+    console.print(f"equal losses: the first to 1e-5, the last to {spread:.0e}", highlight=False)
+
+
+def load() -> str:
+    file = Path("/proc/loadavg")
+    return " ".join(file.read_text().split()[:3]) if file.exists() else "unknown"
