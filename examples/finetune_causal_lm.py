@@ -10,6 +10,7 @@ be given at the end of the command line: `steps=100 text=my.jsonl`.
 """
 
 import argparse
+import difflib
 import json
 import os
 import resource
@@ -56,17 +57,30 @@ class Settings(BaseModel, extra="forbid", frozen=True):
 
 def read_settings(path: str, assignments: list[str]) -> Settings:
     """Returns the settings in a config, overruled by those of the command line."""
-    settings = dict((yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}).get("train", {}))
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise SettingError(
+            f"--config {path}: {error}. Write a file like those in configs/"
+        ) from None
+    given = dict(content.get("train") or {})
     for assignment in assignments:
         name, _, value = assignment.partition("=")
-        settings[name] = yaml.safe_load(value)
-    settings["output"] = settings.get("output") or f"runs/{Path(path).stem}"
+        given[name] = yaml.safe_load(value)
+    given["output"] = given.get("output") or f"runs/{Path(path).stem}"
     try:
-        return Settings(**settings)
+        return Settings(**given)
     except ValidationError as error:
-        lines = [f"train.{e['loc'][0]}={e['input']!r}: {e['msg']}" for e in error.errors()]
-        known = f"The settings are: {', '.join(Settings.model_fields)}"
-        raise SettingError("\n".join([*lines, known])) from None
+        raise SettingError("\n".join(map(explain, error.errors()))) from None
+
+
+def explain(error: Any) -> str:
+    """Returns what to write in place of a setting that pydantic refused."""
+    name, known = str(error["loc"][0]), list(Settings.model_fields)
+    if error["type"] == "extra_forbidden":
+        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
+        return f"unknown setting {name!r}: did you mean {nearest!r}? There are {', '.join(known)}"
+    return f"{name}={error['input']!r}: {error['msg'].replace('Input should', 'it should')}"
 
 
 @smp.step
@@ -179,10 +193,16 @@ def save(
 
 def finetune(config: str, settings: Settings) -> bool:
     """Does what the settings say; returns whether the held-out loss is lower than before."""
-    console = Console(width=100, highlight=False, quiet=smp.rank() != 0)  # only rank 0 speaks
+    console = Console(width=100, markup=False, highlight=False, quiet=smp.rank() != 0)
     torch.manual_seed(settings.seed)  # every rank makes or loads the same whole model
-    console.print(f"model {settings.model}, text {settings.text}, {smp.size()} ranks")
+    console.print(f"model {settings.model}, text {settings.text}, ranks {smp.size()}")
     plain, tokenizer = load_model(settings.model)
+    most = getattr(plain.config, "max_position_embeddings", None) or settings.sequence_length
+    if settings.sequence_length > most:
+        raise SettingError(
+            f"sequence_length={settings.sequence_length} is more than the model takes: write at "
+            f"most {most}"
+        )
 
     sequences = pack(read_documents(settings.text), tokenizer, settings.sequence_length)
     size = settings.batch_size
@@ -220,7 +240,8 @@ def finetune(config: str, settings: Settings) -> bool:
         saved = AutoModelForCausalLM.from_pretrained(folder)
         after = continuation(saved, tokenizer, prompt, settings.sample_tokens)
         for title, sample in (("before", before), ("after", after)):
-            console.print(f"\nsample {title}:\n{textwrap.indent(sample, '    ')}", markup=False)
+            text = textwrap.indent(sample, "    ")
+            console.print(f"\nsample {title} the training:\n{text}", soft_wrap=True)
     check = [sys.executable, Path(__file__).with_name("check_saved_model.py")]
     command = " ".join([*map(os.path.relpath, check), str(folder)])
     console.print(

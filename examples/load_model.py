@@ -33,10 +33,10 @@ def load_model(name: str) -> tuple[Any, Any]:
     try:
         # A folder needs no network: without this some tokenizers ask the hub about themselves.
         is_local = Path(name).is_dir()
-        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=is_local)
         model = AutoModelForCausalLM.from_pretrained(
             name, dtype=torch.float32, local_files_only=is_local
         )
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=is_local)
     except (OSError, ValueError) as error:
         raise SettingError(
             f"model={name!r} cannot be loaded: {error}\nWrite a local Hugging Face folder, the "

@@ -54,11 +54,6 @@ def pack(documents: list[str], tokenizer: Any, sequence_length: int) -> torch.Te
         if tokenizer.eos_token_id is not None:
             tokens.append(tokenizer.eos_token_id)
     num_sequences = len(tokens) // sequence_length  # the rest, less than one sequence, is dropped
-    if num_sequences == 0:
-        raise SettingError(
-            f"sequence_length={sequence_length} is longer than the whole text of {len(tokens)} "
-            f"tokens: write at most {len(tokens)}, or a longer text"
-        )
     packed = torch.tensor(tokens[: num_sequences * sequence_length])
     return packed.view(num_sequences, sequence_length)
 
@@ -75,14 +70,16 @@ def hold_out(
         most: the second result has about this many sequences, evenly spread over the tenth and a
             multiple of `batch_size`.
     """
+    needed = batch_size * (num_replicas + 1)
+    if len(sequences) < needed:
+        raise SettingError(
+            f"batch_size={batch_size} on {num_replicas} data-parallel ranks needs {needed} "
+            f"sequences of sequence_length={sequences.shape[1]} tokens, one batch of them held "
+            f"out, and the text gives {len(sequences)}: write a smaller batch_size or "
+            "sequence_length, or a longer text"
+        )
     num_held_out = max(len(sequences) // 10, batch_size)
     num_training = len(sequences) - num_held_out
-    if num_training < batch_size * num_replicas:
-        raise SettingError(
-            f"batch_size={batch_size} with {num_replicas} replicas needs "
-            f"{batch_size * (num_replicas + 1)} sequences and the text has {len(sequences)}: write "
-            "a smaller batch_size or sequence_length, or a longer text"
-        )
     num_kept = max(min(most, num_held_out) // batch_size, 1) * batch_size
     kept = torch.arange(num_kept) * num_held_out // num_kept
     return sequences[:num_training], sequences[num_training:][kept]
