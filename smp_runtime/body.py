@@ -96,6 +96,11 @@ class Body:
         # By identity, and with the storage, so that an identity can't be given to another one.
         self._owned_memory: dict[int, tuple[Any, Cell]] = {}
 
+    @property
+    def number(self) -> int:
+        """How far the body has come: the last number it gave."""
+        return self._number
+
     # -- numbers and addresses ---------------------------------------------------------------
 
     def next_number(self, origin: str) -> int:

@@ -44,8 +44,13 @@ class Clock:
         """Counts the work of the calling thread since `resume`."""
         if self.is_on:
             used = time.thread_time()
-            self.now += used - self._thread.mark
+            self.now += used - getattr(self._thread, "mark", used)
             self._thread.mark = used
+
+    def read(self) -> float:
+        """Returns the time, the calling thread's work included."""
+        self.pause()
+        return self.now
 
     def receive(self, sent: float, num_bytes: int) -> None:
         """Moves the clock to when a message sent at `sent` would have arrived, if that is later."""

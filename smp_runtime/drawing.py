@@ -36,7 +36,7 @@ def _seeded(cls: type[Any]) -> type[Any]:
         if body is None:
             return native(self, *args, **kwargs)
         with body.streams.module(self.__dict__[_DRAWING], with_host=with_host):
-            if body.glue.is_active:
+            if body.glue.is_active or body.streams.is_watched:
                 return native(self, *args, **kwargs)
             with SeededDraws(body.streams):
                 return native(self, *args, **kwargs)

@@ -39,6 +39,7 @@ from .transport import Address, Message, Topic, Transport
 _log = logging.getLogger("smp_runtime")
 
 _PATIENCE = 1.0
+_SUSPICION = 0.2
 _MAX_AHEAD = 2
 
 
@@ -59,6 +60,7 @@ class Run:
         addresses: the messages that must be there first.
         stage: the stage it is in.
         is_admitted: it has begun to compute, so it holds activations.
+        is_entering: it is about to run a module of this rank.
         state: `new`, `running`, `waiting` or `done`.
     """
 
@@ -70,6 +72,7 @@ class Run:
     addresses: Sequence[Address] = ()
     stage: int | None = None
     is_admitted: bool = False
+    is_entering: bool = False
     state: str = "new"
     result: Any = None
     error: BaseException | None = None
@@ -266,15 +269,21 @@ class Engine:
     def enter_stage(self, body: Body, stage: int, addresses: Sequence[Address]) -> None:
         """Suspends the body until it may run modules of `stage` and all messages are there."""
         run = self._runs[body.microbatch]
+        run.is_entering = True
         if run.stage == stage:
-            self.wait(body, addresses)
-            return
-        run.stage = stage
-        action = Action(stage, Kind.FORWARD, body.microbatch)
-        self._advance(run, action)
-        is_ready = all(self.transport.has(address) for address in addresses)
-        if not is_ready or (self._plan is not None and self._planned() not in (action, None)):
-            self._suspend(run, action, addresses)
+            if self._overtakes(run):
+                self._suspend(run, None, addresses)
+            else:
+                self.wait(body, addresses)
+        else:
+            run.stage = stage
+            run.addresses = addresses
+            action = Action(stage, Kind.FORWARD, body.microbatch)
+            self._advance(run, action)
+            is_turn = self._plan is None or self._planned() in (action, None)
+            if not is_turn or not self._is_ready(run):
+                self._suspend(run, action, addresses)
+        run.is_entering = False
         run.is_admitted = True
         in_flight = sum(run.is_admitted and run.state != "done" for run in self._runs)
         self.max_in_flight = max(self.max_in_flight, in_flight)
@@ -339,12 +348,12 @@ class Engine:
                 with body.glue:
                     result = function(*args, **kwargs)
                 run.result, run.addresses = body.export(result, detach)
+            run.num_done = len(run.path)
         except _Abandoned:
             pass
         except BaseException as error:  # noqa: BLE001 - carried to the main thread
             run.error = error
         finally:
-            run.num_done = len(run.path)
             run.state = "done"
             body.backward_depth = -1
             set_current_body(None)
@@ -434,12 +443,27 @@ class Engine:
     def _is_ready(self, run: Run) -> bool:
         if not all(self.transport.has(address) for address in run.addresses):
             return False
+        if run.is_entering:
+            return not self._overtakes(run)
         depth = run.body.backward_depth
         if depth < 0 or run.body.num_backwards == 0:
             return True
         # Gradients are summed in the order of the microbatches, whatever the schedule.
         return all(
             earlier.body.backward_depth < depth for earlier in self._runs[: run.body.microbatch]
+        )
+
+    def _overtakes(self, run: Run) -> bool:
+        """Says whether an earlier microbatch has not come as far yet.
+
+        Modules that keep state, such as batch norm, must see the microbatches in their order.
+        """
+        body = run.body
+        return any(
+            earlier.state != "done"
+            and earlier.body.num_backwards <= body.num_backwards
+            and earlier.body.number <= body.number
+            for earlier in self._runs[: body.microbatch]
         )
 
     def _wait_for_news(self) -> None:
@@ -455,6 +479,9 @@ class Engine:
             ]
             if needed:
                 self._check_ended(needed)
+                if time.monotonic() - begun > _SUSPICION:
+                    for run in waiting:
+                        self._check_path(run)
                 self.transport.wait_any(needed, 0.05)
             if self._choose() is not None:
                 return
@@ -541,6 +568,32 @@ class Engine:
                         "took different paths through the step. Look for a branch that depends "
                         "on the rank, on time, or on random numbers drawn outside the step"
                     )
+
+    def _check_path(self, run: Run) -> None:
+        """Looks for messages that prove that another rank took another path than this body.
+
+        A body takes its data in the order of their numbers, and a peer sends it in that order.
+        """
+        topics = (Topic.DATA, Topic.ANSWER)
+        needed = [a for a in run.addresses if a.topic in topics and not self.transport.has(a)]
+        if not needed:
+            return
+        body = run.body
+        for address, message in self.transport.arrived_for(body.step, body.microbatch):
+            if address.topic not in topics or address in run.addresses:
+                continue
+            is_orphan = address.number < min(a.number for a in needed)
+            has_passed = any(
+                a.source == address.source and a.number < address.number for a in needed
+            )
+            if is_orphan or has_passed:
+                raise PathMismatchError(
+                    f"rank {address.source} sent {_describe(address)} ({message.content}), while "
+                    f"rank {self.transport.rank} waits for {_describe(needed[0])} after "
+                    f"{body.last_origin}. Every rank must take the same path through the step; "
+                    "look for a branch that depends on the rank, on time, or on random numbers "
+                    "drawn outside the step"
+                )
 
     def _check_ended(self, needed: Sequence[Address]) -> None:
         self.transport.check()

@@ -53,6 +53,17 @@ class LocalPart:
             ownership.placed[path] = placed
             place(module, placed)
             reports.look_at(placed)
+        inside = {
+            id(module) for placed in ownership.placed.values() for _, module in placed.modules
+        }
+        reports.watch_glue(
+            tuple(
+                module
+                for module in model.modules()
+                # torch's own modules keep nothing.
+                if id(module) not in inside and not type(module).__module__.startswith("torch.nn.")
+            )
+        )
         for name, owner in partition.parameters.items():
             self._hold(_tensor_at(model, name), owner)
         named = dict(model.named_parameters(remove_duplicate=True))

@@ -61,6 +61,7 @@ class Reports:
         self._known: dict[Any, Report] = {}
         self._seen: dict[str, dict[tuple[str, str], torch.Tensor]] = {}
         self._kept: dict[tuple[int, str], tuple[nn.Module, str]] = {}
+        self._glue_modules: tuple[nn.Module, ...] = ()
 
     def get(self, key: Any) -> Report | None:
         """Returns what is known of calls with this signature."""
@@ -93,12 +94,23 @@ class Reports:
         """Notes that a placed module keeps a tensor in an attribute."""
         self._kept[id(module), attribute] = (module, attribute)
 
+    def watch_glue(self, modules: tuple[nn.Module, ...]) -> None:
+        """Names the modules whose own forward is glue; they may keep tensors as well."""
+        self._glue_modules = modules
+
     def kept_attributes(self) -> list[tuple[nn.Module, str, Any]]:
         """Returns what modules keep now: each microbatch must find its own there again."""
-        return [
+        placed = [
             (module, attribute, vars(module).get(attribute))
             for module, attribute in self._kept.values()
         ]
+        glue = [
+            (module, attribute, held)
+            for module in self._glue_modules
+            for attribute, held in vars(module).items()
+            if isinstance(held, torch.Tensor)
+        ]
+        return placed + glue
 
 
 def differences(known: Report, report: Report) -> str:

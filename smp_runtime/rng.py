@@ -52,12 +52,17 @@ class _Frame:
 
 
 class RandomStreams:
-    """The random streams of one microbatch of one step."""
+    """The random streams of one microbatch of one step.
+
+    Attributes:
+        is_watched: a `SeededDraws` is active; a second one would count draws twice.
+    """
 
     def __init__(self, seed: int, step: int, microbatch: int) -> None:
         self._key = (seed, step, microbatch)
         self._calls: dict[str, int] = {}
         self._frames = [_Frame(None, 0)]
+        self.is_watched = False
 
     @contextmanager
     def module(self, path: str, *, with_host: bool) -> Iterator[None]:
@@ -114,6 +119,17 @@ class SeededDraws(TorchFunctionMode):
     def __init__(self, streams: RandomStreams) -> None:
         super().__init__()
         self._streams = streams
+
+    def __enter__(self) -> SeededDraws:
+        """Begins to watch."""
+        self._streams.is_watched = True
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """Ends watching."""
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._streams.is_watched = False
 
     def __torch_function__(
         self,

@@ -66,19 +66,19 @@ class Runtime:
         device.use_local_device(local_rank())
         self.groups = Groups(self.placement)
         size = self.placement.size("pp")
-        self.transport = Transport(
-            self.groups.new_private("pp") if size > 1 else None, self.here.pp_rank, size
+        clock = Clock(
+            is_on=config.emulate_clock,
+            latency=config.emulated_latency_us * 1e-6,
+            bandwidth=config.emulated_bandwidth_gbps * 1e9 / 8,
         )
+        private = self.groups.new_private("pp") if size > 1 else None
+        self.transport = Transport(private, self.here.pp_rank, size, clock.read)
         self.engine = Engine(
             self.transport,
             policy=config.pipeline,
             active=config.resolved_active_microbatches,
             timeout=config.timeout,
-            clock=Clock(
-                is_on=config.emulate_clock,
-                latency=config.emulated_latency_us * 1e-6,
-                bandwidth=config.emulated_bandwidth_gbps * 1e9 / 8,
-            ),
+            clock=clock,
         )
         self.model: DistributedModel | None = None
         self.early_optimizer: Optimizer | None = None

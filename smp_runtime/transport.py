@@ -17,7 +17,8 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -76,12 +77,19 @@ class Transport:
         group: a process group of its own; nothing else may be sent over it.
         rank: this rank's position in the group.
         size: number of ranks in the group.
+        read_clock: what every message carries as the time at which it was sent.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        rank: int,
+        size: int,
+        read_clock: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self.rank = rank
         self.size = size
-        self.clock = 0.0
+        self._read_clock = read_clock
         self.arrived = threading.Condition()
         self.failure: PeerError | None = None
         self.gone: set[int] = set()
@@ -116,7 +124,7 @@ class Transport:
         offsets, body_bytes = _layout(metas)
         inline = _LAYOUT.size + len(head) + _ALIGNMENT + body_bytes <= _FRAME_BYTES
         frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
-        prefix = _LAYOUT.pack(_MAGIC, len(head), body_bytes, self.clock)
+        prefix = _LAYOUT.pack(_MAGIC, len(head), body_bytes, self._read_clock())
         frame[: len(prefix)] = torch.frombuffer(bytearray(prefix), dtype=torch.uint8)
         rest = frame[len(prefix) :] if inline else _buffer(len(head), body_bytes)
         rest[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
@@ -147,6 +155,15 @@ class Transport:
         with self.arrived:
             self._mailbox[address] = message
             self.arrived.notify_all()
+
+    def arrived_for(self, step: int, microbatch: int) -> list[tuple[Address, Message]]:
+        """Returns the messages for a body that have arrived and were not taken."""
+        with self.arrived:
+            return [
+                (address, message)
+                for address, message in self._mailbox.items()
+                if (address.step, address.microbatch) == (step, microbatch)
+            ]
 
     def drop_step(self, step: int) -> list[Address]:
         """Forgets the messages of a step that nobody took, and names them."""
@@ -186,8 +203,12 @@ class Transport:
             if peer not in self._lost:
                 try:
                     self.send(peer, Address(Topic.FAILURE, -1, -1, 0, self.rank), report)
+                    for work, _ in self._unsent[peer]:
+                        work.wait(timedelta(seconds=2))
                 except Exception:  # noqa: BLE001 - the first failure must not be covered by this one
                     continue
+        # A process that ends at once resets its connections, and what peers did not read is lost.
+        time.sleep(0.2)
 
     def close(self, patience: float = 5.0) -> None:
         """Takes leave of the other ranks and waits a little for theirs."""
@@ -204,9 +225,15 @@ class Transport:
     def _post(self, peer: int, buffer: torch.Tensor) -> None:
         assert self._group is not None
         unsent = self._unsent[peer]
-        while len(unsent) >= _MAX_UNSENT:
-            unsent.popleft()[0].wait()
-        unsent.append((self._group.send([buffer], peer, 0), buffer))
+        try:
+            while len(unsent) >= _MAX_UNSENT:
+                unsent.popleft()[0].wait()
+            unsent.append((self._group.send([buffer], peer, 0), buffer))
+        except RuntimeError:
+            # The peer is gone. What it said before it went is better news than a broken pipe.
+            self._threads[self.peers.index(peer)].join(1.0)
+            self.check()
+            raise
         while unsent and unsent[0][0].is_completed():
             unsent.popleft()
 
