@@ -1,0 +1,186 @@
+"""Random streams: the key decides what is drawn, and nobody else notices."""
+
+import random
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from smp_runtime import rng
+from smp_runtime.rng import DRAWING_FUNCTIONS, RandomStreams, SeededDraws, draws
+
+Numbers = list[float]
+
+
+def draw(streams: RandomStreams) -> Numbers:
+    with streams.draw():
+        return torch.rand(3).tolist()
+
+
+def draw_in(streams: RandomStreams, path: str) -> Numbers:
+    with streams.module(path, with_host=False):
+        return draw(streams)
+
+
+def test_functions_that_draw_are_known() -> None:
+    assert draws(F.dropout)
+    assert draws(torch.Tensor.bernoulli_)
+    assert draws(torch.randn_like)
+    assert draws(F.scaled_dot_product_attention)
+    assert not draws(torch.add)
+    assert "uniform_" in DRAWING_FUNCTIONS
+
+
+def test_equal_keys_give_equal_numbers() -> None:
+    assert draw(RandomStreams(1, 2, 3)) == draw(RandomStreams(1, 2, 3))
+
+
+def test_seed_step_microbatch_module_call_and_draw_are_all_part_of_the_key() -> None:
+    one = RandomStreams(1, 2, 3)
+    drawn = [
+        draw(one),
+        draw(one),
+        draw_in(one, "a"),
+        draw_in(one, "a"),
+        draw_in(one, "b"),
+        draw(RandomStreams(9, 2, 3)),
+        draw(RandomStreams(1, 9, 3)),
+        draw(RandomStreams(1, 2, 9)),
+    ]
+    assert len({tuple(numbers) for numbers in drawn}) == len(drawn)
+
+
+def test_the_order_of_modules_does_not_matter() -> None:
+    forth, back = RandomStreams(1, 1, 1), RandomStreams(1, 1, 1)
+    a, b = draw_in(forth, "a"), draw_in(forth, "b")
+    assert (draw_in(back, "b"), draw_in(back, "a")) == (b, a)
+
+
+def test_calls_are_counted_by_module_and_draws_by_call() -> None:
+    streams, again = RandomStreams(1, 1, 1), RandomStreams(1, 1, 1)
+    with streams.module("a", with_host=False):
+        first = [draw(streams), draw(streams)]
+    second = draw_in(streams, "a")
+    with again.module("a", with_host=False):
+        pass
+    assert draw_in(again, "a") == second
+    assert second not in first
+
+
+def test_a_skipped_draw_counts() -> None:
+    here, elsewhere = RandomStreams(1, 1, 1), RandomStreams(1, 1, 1)
+    draw(here)
+    elsewhere.skip_draw()
+    assert draw(here) == draw(elsewhere)
+
+
+def test_a_module_inside_another_has_the_frame() -> None:
+    streams, other = RandomStreams(1, 1, 1), RandomStreams(1, 1, 1)
+    with streams.module("outer", with_host=False):
+        inner = draw_in(streams, "outer.inner")
+        after = draw(streams)
+    assert draw_in(other, "outer.inner") == inner
+    assert draw_in(other, "outer") == after
+
+
+def test_torchs_own_generator_is_left_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(2).tolist()
+    torch.manual_seed(5)
+    streams = RandomStreams(1, 1, 1)
+    draw(streams)
+    with streams.module("a", with_host=True):
+        draw(streams)
+    assert torch.rand(2).tolist() == expected
+
+
+def test_torchs_own_generator_is_left_alone_by_a_draw_that_fails() -> None:
+    before = torch.get_rng_state()
+    try:
+        with RandomStreams(1, 1, 1).draw():
+            torch.rand(2)
+            raise ValueError
+    except ValueError:
+        pass
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def host_numbers() -> tuple[float, float]:
+    return random.random(), float(np.random.rand())
+
+
+def test_python_and_numpy_are_seeded_in_a_module_and_restored_after() -> None:
+    random.seed(1)
+    np.random.seed(1)
+    expected = host_numbers()
+    random.seed(1)
+    np.random.seed(1)
+    with RandomStreams(1, 1, 1).module("a", with_host=True):
+        first = host_numbers()
+    assert host_numbers() == expected
+    with RandomStreams(1, 1, 1).module("a", with_host=True):
+        assert host_numbers() == first
+    assert first != expected
+
+
+def test_python_and_numpy_go_on_in_modules_of_torch() -> None:
+    random.seed(1)
+    expected = [random.random(), random.random()]
+    random.seed(1)
+    before = random.random()
+    with RandomStreams(1, 1, 1).module("a", with_host=False):
+        assert [before, random.random()] == expected
+
+
+def test_body_is_seeded_by_its_key() -> None:
+    RandomStreams(1, 2, 3).seed_body()
+    first = host_numbers()
+    RandomStreams(1, 2, 3).seed_body()
+    assert host_numbers() == first
+    RandomStreams(1, 2, 4).seed_body()
+    assert host_numbers() != first
+
+
+def test_watched_code_draws_from_the_streams() -> None:
+    streams = RandomStreams(1, 1, 1)
+    assert not streams.is_watched
+    with SeededDraws(streams):
+        assert streams.is_watched
+        watched = [torch.rand(3).tolist(), torch.add(1, torch.rand(3)).tolist()]
+    assert not streams.is_watched
+    by_hand = RandomStreams(1, 1, 1)
+    assert watched[0] == draw(by_hand)
+    assert watched[1] == (torch.tensor(draw(by_hand)) + 1).tolist()
+
+
+def test_watched_dropout_is_the_same_whatever_was_drawn_before() -> None:
+    def masked() -> list[float]:
+        with SeededDraws(RandomStreams(1, 1, 1)):
+            return F.dropout(torch.ones(16)).tolist()
+
+    torch.manual_seed(1)
+    first = masked()
+    torch.rand(100)
+    assert masked() == first
+    assert set(first) == {0.0, 2.0}
+
+
+def test_seeds_fit_a_signed_integer() -> None:
+    for step in range(200):
+        draw(RandomStreams(2**62, step, 0))
+
+
+def test_host_state_goes_around() -> None:
+    state = rng.host_random_state()
+    first = host_numbers()
+    rng.set_host_random_state(state)
+    assert host_numbers() == first
+    rng.seed_host(2**63 - 1)
+    first = host_numbers()
+    rng.seed_host(2**63 - 1)
+    assert host_numbers() == first
+
+
+def test_initial_seed_is_the_users() -> None:
+    torch.manual_seed(77)
+    assert rng.initial_seed() == 77
