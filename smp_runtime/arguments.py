@@ -75,6 +75,9 @@ def mutable_arguments(obj: Any) -> Iterator[Any]:
     elif isinstance(obj, dict):
         for item in obj.values():
             yield from mutable_arguments(item)
+    elif dataclasses.is_dataclass(obj):
+        for item in vars(obj).values():
+            yield from mutable_arguments(item)
 
 
 def contents(mutable: Any) -> Any:

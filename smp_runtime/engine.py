@@ -137,6 +137,8 @@ class Engine:
         self._patience = _PATIENCE
         self._digests: dict[int, Any] = {}
         self._num_exchanges = 0
+        self._num_trainings = 0
+        self._num_evaluations = 0
 
     # -- a step ------------------------------------------------------------------------------
 
@@ -196,8 +198,9 @@ class Engine:
         state = ThreadState.current()
         context = contextvars.copy_context()
         self._runs = []
+        name = self._name_step()
         for i in range(len(calls)):
-            streams = RandomStreams(seed, self.step, i)
+            streams = RandomStreams(seed, name, i)
             body = Body(self, i, loss_scale, streams)
             body.glue = GlueMode(body)
             self._runs.append(Run(body))
@@ -229,6 +232,15 @@ class Engine:
             self.report.wall = time.perf_counter() - begun
             self.report.clock = self.clock.now - self.clock.started
         return results
+
+    def _name_step(self) -> str:
+        """Names the step for its random streams: evaluations don't change those of training."""
+        if torch.is_grad_enabled():
+            self._num_trainings += 1
+            self._num_evaluations = 0
+        else:
+            self._num_evaluations += 1
+        return f"{self._num_trainings}.{self._num_evaluations}"
 
     def set_stages(self, rank_of: tuple[int, ...]) -> None:
         """Tells the engine the stages, once the model is partitioned."""

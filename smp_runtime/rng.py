@@ -54,11 +54,16 @@ class _Frame:
 class RandomStreams:
     """The random streams of one microbatch of one step.
 
+    Args:
+        seed: the job's seed.
+        step: a name for the step.
+        microbatch: its position in the step.
+
     Attributes:
         is_watched: a `SeededDraws` is active; a second one would count draws twice.
     """
 
-    def __init__(self, seed: int, step: int, microbatch: int) -> None:
+    def __init__(self, seed: int, step: str, microbatch: int) -> None:
         self._key = (seed, step, microbatch)
         self._calls: dict[str, int] = {}
         self._frames = [_Frame(None, 0)]

@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -211,13 +212,17 @@ class Transport:
         time.sleep(0.2)
 
     def close(self, patience: float = 5.0) -> None:
-        """Takes leave of the other ranks and waits a little for theirs."""
-        if self._closed:
-            return
-        self._closed = True
-        for peer in self.peers:
-            if peer not in self._lost:
-                self.send(peer, Address(Topic.GOODBYE, -1, -1, 0, self.rank))
+        """Takes leave of the other ranks and waits a little for theirs.
+
+        A thread that still listens when the interpreter goes down would bring the process down
+        with an ugly message.
+        """
+        if not self._closed:
+            self._closed = True
+            for peer in self.peers:
+                if peer not in self._lost:
+                    with suppress(Exception):  # a peer that is gone needs no goodbye
+                        self.send(peer, Address(Topic.GOODBYE, -1, -1, 0, self.rank))
         deadline = time.monotonic() + patience
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -245,7 +250,8 @@ class Transport:
                 self._group.recv([frame], peer, 0).wait()
                 address, message = self._read(peer, frame)
             except Exception as error:  # noqa: BLE001 - whatever gloo raises, the peer is lost
-                self._lose(peer, f"the connection to it broke ({error})")
+                self._lost.add(peer)
+                self._lose(peer, f"rank {peer} is gone: the connection to it broke ({error})")
                 return
             if address.topic is Topic.FAILURE:
                 self._lose(peer, message.content)
@@ -286,7 +292,6 @@ class Transport:
     def _lose(self, peer: int, reason: str) -> None:
         with self.arrived:
             self.gone.add(peer)
-            self._lost.add(peer)
             if self.failure is None and not self._closed:
                 self.failure = PeerError(reason, rank=peer)
             self.arrived.notify_all()
