@@ -554,6 +554,7 @@ class Engine:
 
     def end_step(self) -> None:
         """Tells the other ranks that nothing more comes in this step, and what path it took."""
+        self.transport.check()
         digest = [(run.body.digest, run.body.last_origin) for run in self._runs]
         address = Address(Topic.END, self.step, -1, 0, self.transport.rank)
         for peer in self.transport.peers:

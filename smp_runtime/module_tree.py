@@ -93,6 +93,8 @@ class ModuleNode:
         is_repeated_container: whether it only lists its children (``ModuleList``) or calls
             them in turn (``Sequential``).
         is_opaque: whether its forward uses parameters of its children without calling them.
+        is_callable: whether it has a forward; a ``ModuleList`` has none.
+        is_assumed: whether its calls and costs are assumed, as the trace did not call it.
     """
 
     path: str
@@ -105,6 +107,8 @@ class ModuleNode:
     is_closed: bool = True
     is_repeated_container: bool = False
     is_opaque: bool = False
+    is_callable: bool = True
+    is_assumed: bool = False
 
     @property
     def order(self) -> int | None:

@@ -23,6 +23,7 @@ from .errors import PartitionError
 from .manual_assignment import ranks_from_pins
 from .module_tree import ModuleNode
 from .partition_table import Partition
+from .skipped import with_skipped_modules
 
 __all__ = ["Partition", "partition"]
 
@@ -71,6 +72,7 @@ def partition(
     Raises:
         PartitionError: a rank would stay empty, memory does not suffice, or pins contradict.
     """
+    root = with_skipped_modules(root)
     num_stages = num_partitions * stages_per_rank
     in_flight = num_in_flight or (lambda stage: max(1, num_stages - stage))
     if pinned is not None or default_partition is not None:

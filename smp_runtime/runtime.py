@@ -129,8 +129,14 @@ def shutdown() -> None:
 
 
 def _leave() -> None:
-    if _runtime is not None:
-        _runtime.transport.close()
+    if _runtime is None:
+        return
+    transport = _runtime.transport
+    transport.close()
+    if transport.failure is not None and not transport.has_raised:
+        # This rank had done its part when another one failed; the job has failed all the same.
+        print(f"smp_runtime: another rank failed: {transport.failure}", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def is_initialized() -> bool:

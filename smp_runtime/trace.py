@@ -230,6 +230,7 @@ def _tree(model: nn.Module, record: Record, uses: Mapping[int, int | None]) -> M
             is_closed=path not in record.open_modules,
             is_repeated_container=isinstance(module, (nn.ModuleList, nn.Sequential)),
             is_opaque=path in record.opaque_modules,
+            is_callable=_is_callable(module),
         )
 
     return node(model, "")
@@ -257,12 +258,17 @@ def _facts(
             )
 
 
+def _is_callable(module: nn.Module) -> bool:
+    """Says whether a module has a forward; mere containers have none."""
+    return type(module).forward is not nn.Module.forward
+
+
 def _declared(model: nn.Module) -> Trace:
     """Makes do without a run: modules in the order in which they are declared."""
     record = Record()
     for path, module in model.named_modules():
-        if type(module).forward is nn.Module.forward:
-            continue  # A mere container.
+        if not _is_callable(module):
+            continue
         call = len(record.calls)
         record.calls[path].append(call)
         size = sum(parameter.numel() for parameter in module.parameters(recurse=False))

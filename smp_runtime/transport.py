@@ -93,6 +93,7 @@ class Transport:
         self._read_clock = read_clock
         self.arrived = threading.Condition()
         self.failure: PeerError | None = None
+        self.has_raised = False
         self.gone: set[int] = set()
         self._lost: set[int] = set()
         self.ended: dict[int, int] = {}
@@ -193,6 +194,7 @@ class Transport:
     def check(self) -> None:
         """Raises what another rank reported, if any."""
         if self.failure is not None:
+            self.has_raised = True
             raise self.failure
 
     def fail(self, report: str) -> None:
