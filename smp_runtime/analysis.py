@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -52,15 +53,14 @@ class Effect(NamedTuple):
     changed: tuple[tuple[int, TensorMeta], ...]
 
 
+@dataclass(frozen=True, slots=True)
 class Slot:
     """The place of a tensor in a template."""
 
-    __slots__ = ("index",)
-
-    def __init__(self, index: int) -> None:
-        self.index = index
+    index: int
 
 
+NO_TEMPLATE = "no template"
 UNKNOWN = Effect(known=False, template=None, results=(), changed=())
 
 
@@ -181,20 +181,39 @@ class Analyser:
         return Effect(known=True, template=template, results=tuple(results), changed=changed)
 
 
-def fill(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
+def template_of(obj: Any, slot: Callable[[torch.Tensor], Slot]) -> Any:
+    """Puts slots in the place of the tensors in nested tuples, lists and dicts.
+
+    Returns:
+        The template, or `NO_TEMPLATE` if there is anything else in the nest.
+    """
+    if isinstance(obj, torch.Tensor):
+        return slot(obj)
+    if obj is None:
+        return None
+    if type(obj) in (tuple, list):
+        items = [template_of(item, slot) for item in obj]
+        return NO_TEMPLATE if NO_TEMPLATE in items else type(obj)(items)
+    if type(obj) is dict:
+        made = {key: template_of(item, slot) for key, item in obj.items()}
+        return NO_TEMPLATE if NO_TEMPLATE in made.values() else made
+    return NO_TEMPLATE
+
+
+def fill(template: Any, tensor_at: Callable[[int], torch.Tensor]) -> Any:
     """Puts tensors in the places of a template's slots."""
     if isinstance(template, Slot):
-        return tensors[template.index]
+        return tensor_at(template.index)
     if isinstance(template, torch.Size) or not is_container(template):
         return template
     if isinstance(template, tuple) and hasattr(template, "_fields"):
-        return type(template)(*(fill(item, tensors) for item in template))
+        return type(template)(*(fill(item, tensor_at) for item in template))
     if isinstance(template, (tuple, list)):
-        items = [fill(item, tensors) for item in template]
+        items = [fill(item, tensor_at) for item in template]
         # Named results such as torch.return_types.max take one sequence, as tuples do.
         return type(template)(items)
     if isinstance(template, dict):
-        return {key: fill(item, tensors) for key, item in template.items()}
+        return {key: fill(item, tensor_at) for key, item in template.items()}
     return template
 
 

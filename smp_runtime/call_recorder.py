@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from . import device
+from .fake_operations import run_operation
 from .module_tree import OwnCost, ancestors, is_below
 from .op_cost import Machine, OpCost, draws, named_arguments, op_cost, parameter_gradient_cost
 from .rng import host_random_state
@@ -192,7 +192,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch 
         if self._before_write is not None and func._schema.is_mutable:
             self._save_written(func, args, kwargs)
         start = time.perf_counter()
-        result = _run(func, args, kwargs)
+        result = run_operation(func, args, kwargs)
         if self._measure:
             device.synchronize()
         measured = time.perf_counter() - start
@@ -266,14 +266,6 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch 
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for tensor in _tensors(named.get(argument.name)):
                     self._before_write(tensor)
-
-
-def _run(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    # Torch 2.13 refuses float32 in grouped products of fake tensors, though not of real ones.
-    if func is torch.ops.aten._grouped_mm.default and isinstance(args[0], FakeTensor):
-        rows, weights = args[0], args[1]
-        return rows.new_empty([*rows.shape[:-1], weights.shape[-1]])
-    return func(*args, **kwargs)
 
 
 def _tensors(nest: Any) -> list[torch.Tensor]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .analysis import autocast_state
+from .analysis import NO_TEMPLATE, Slot, autocast_state, fill, template_of
 from .arguments import (
     apply_change,
     change_of,
@@ -91,11 +91,12 @@ class Call:
             if id(tensor) not in positions:
                 positions[id(tensor)] = len(positions)
                 metas.append(meta_of(tensor) if value is None else value.meta)
-        hooks = tuple(
-            (name, len(module._forward_hooks), len(module._forward_pre_hooks))
-            for name, module in self.placed.modules
-            if module._forward_hooks or module._forward_pre_hooks
-        )
+        hooks: tuple[Any, ...] = ()
+        if self.placed.has_hooks:
+            hooks = tuple(
+                (name, len(module._forward_hooks), len(module._forward_pre_hooks))
+                for name, module in self.placed.modules
+            )
         return (
             self.placed.path,
             comparable(self.arguments, positions),
@@ -118,8 +119,9 @@ class Call:
         given = (*args, *kwargs.values())
         before = [(mutable, contents(mutable)) for mutable in mutable_arguments(given)]
         with ExitStack() as stack:
-            for name, module in self.placed.modules:
-                self._watch_hooks(stack, name, module)
+            if self.placed.has_hooks:
+                for name, module in self.placed.modules:
+                    self._watch_hooks(stack, name, module)
             output = self.native(*args, **kwargs)
         report = self._report(output, versions, before)
         self._announce(key, number, report)
@@ -132,20 +134,35 @@ class Call:
             for index, (tensor, version) in enumerate(zip(self.used, versions, strict=True))
             if self.same[id(tensor)] == index and _version(tensor) != version
         )
-        frozen = self._freeze(output)
-        varies = holds_values(output, opaque)
+        returned = template_of(output, self._slot)
+        varies = False
+        if returned is NO_TEMPLATE:
+            returned = self._freeze(output)
+            varies = holds_values(output, opaque)
         attributes = tuple(
             (name, attribute, self._freeze(held))
             for name, attribute, held in self.body.engine.reports.look_at(self.placed)
         )
-        mutated = []
+        mutated: list[tuple[int, bytes]] = []
         for position, (mutable, content) in enumerate(before):
             change = change_of(position, mutable, content)
             if change is not None:
                 mutated.append((position, self._freeze(change.content)))
                 varies = varies or holds_values(change.content, opaque)
         metas = tuple(meta_of(tensor) for tensor in self.table)
-        return Report(frozen, metas, tuple(self.hooks), attributes, changed, tuple(mutated), varies)
+        return Report(
+            returned, metas, tuple(self.hooks), attributes, changed, tuple(mutated), varies
+        )
+
+    def _slot(self, tensor: torch.Tensor) -> Slot:
+        """Finds or makes a tensor's place in the report; arguments count from -1 downwards."""
+        if id(tensor) in self.same:
+            return Slot(-1 - self.same[id(tensor)])
+        for index, known in enumerate(self.table):
+            if known is tensor:
+                return Slot(index)
+        self.table.append(tensor)
+        return Slot(len(self.table) - 1)
 
     def _freeze(self, obj: Any) -> bytes:
         """Pickles something that came out, with references to what every rank has."""
@@ -285,7 +302,12 @@ class Call:
         mutable = list(mutable_arguments((*args, *kwargs.values())))
         for position, content in report.mutated:
             apply_change(mutable[position], thaw(content, self._resolve))
-        return thaw(report.output, self._resolve)
+        if isinstance(report.output, bytes):
+            return thaw(report.output, self._resolve)
+        return fill(report.output, self._at)
+
+    def _at(self, index: int) -> torch.Tensor:
+        return self.table[index] if index >= 0 else self.operands[-1 - index].tensor
 
     def _resolve(self, reference: tuple[str, Any]) -> Any:
         kind, where = reference

@@ -127,6 +127,7 @@ class Engine:
         self.report = StepReport()
         self.module_names: dict[int, str] = {}
         self.max_in_flight = 0
+        self.swaps_numpy = False
         self._rank_of: tuple[int, ...] | None = None
         self._plan: Plan | None = None
         self._runs: list[Run] = []
@@ -325,7 +326,7 @@ class Engine:
 
     def _suspend(self, run: Run, action: Action | None, addresses: Sequence[Address]) -> None:
         run.action, run.addresses, run.state = action, addresses, "waiting"
-        saved = host_random_state()
+        saved = host_random_state(with_numpy=self.swaps_numpy)
         attributes = self.reports.kept_attributes()
         self.clock.pause()
         self._idle.release()

@@ -200,7 +200,7 @@ class _Operation:
         results = [
             self._result(index, outcome, reals) for index, outcome in enumerate(self.effect.results)
         ]
-        return fill(self.effect.template, results)
+        return fill(self.effect.template, results.__getitem__)
 
     def _choose(self) -> int:
         for index, _ in self.effect.changed:

@@ -17,9 +17,10 @@ from .errors import NotSupportedError, UsageError
 from .glue import watch_autograd_functions
 from .norms import clip_gradients, watch_clip_grad_norm
 from .optimizer import keep_local
+from .ownership import keeps_nothing
 from .partitioning import Partition, partition
 from .placing import LocalPart, named_state, seed_drawing_modules, to_device
-from .remote_gradients import mark_remote_gradients
+from .remote_gradients import RemoteGradients
 from .runtime import current
 from .shared_parameters import SharedGradients
 from .state import full_state_dict, load_into
@@ -85,6 +86,7 @@ class DistributedModel(Wrapper):
         self._trace_execution_times = trace_execution_times
         self._bucket_bytes = int(bucket_cap_mb * 1024 * 1024)
         self._part: LocalPart | None = None
+        self._remote_gradients: RemoteGradients | None = None
         self._partition: Partition | None = None
         self._is_traced = False
         self._has_run_backward = False
@@ -179,8 +181,8 @@ class DistributedModel(Wrapper):
             if shared is not None:
                 shared.add_up()
             average_gradients(list(self.local_parameters()), self._runtime, self._bucket_bytes)
-            if self._part is not None:
-                mark_remote_gradients(self.get_module(), self._part)
+            if self._remote_gradients is not None:
+                self._remote_gradients.mark()
         elif shared is not None:
             shared.put_back()
         self._run_hooks(self._post_step_hooks)
@@ -214,6 +216,10 @@ class DistributedModel(Wrapper):
             text, names = engine.receive(address).content
             made, drawing = Partition.from_json(text), frozenset(names)
         seed_drawing_modules(self.get_module(), drawing)
+        # NumPy's state is dear to save and restore; only modules of the user's may draw from it.
+        engine.swaps_numpy = any(
+            not keeps_nothing(self.get_module().get_submodule(path)) for path in drawing
+        )
         self._partition = made
         self._part = LocalPart(self.get_module(), made, rank, engine.ownership, engine.reports)
         engine.module_names = {
@@ -223,6 +229,7 @@ class DistributedModel(Wrapper):
             _log.info("Partition assignments:\n%s", made.table())
             _log.info("Finished partitioning the model")
         broadcast_state(self.get_module(), runtime)
+        self._remote_gradients = RemoteGradients(self.get_module(), self._part)
         watch_autograd_functions()
         watch_clip_grad_norm(self._part, runtime)
         if self._optimizer is not None:

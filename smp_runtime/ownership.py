@@ -19,13 +19,25 @@ class PlacedModule(NamedTuple):
         path: its name in the user's model, as in `named_modules`.
         owner: the pipeline rank that runs it.
         stage: the stage that it belongs to.
-        modules: it and its submodules with their names, for their hooks and attributes.
+        modules: it and its submodules with their names.
+        watched: those of them that may keep tensors in attributes.
     """
 
     path: str
     owner: int
     stage: int
     modules: tuple[tuple[str, nn.Module], ...]
+    watched: tuple[tuple[str, nn.Module], ...]
+
+    @property
+    def has_hooks(self) -> bool:
+        """Says whether a forward hook would fire in a call."""
+        return any(module._forward_hooks or module._forward_pre_hooks for _, module in self.modules)
+
+
+def keeps_nothing(module: nn.Module) -> bool:
+    """Says whether a module never stores a tensor in an attribute: torch's own don't."""
+    return type(module).__module__.startswith("torch.nn.")
 
 
 class Ownership:

@@ -9,7 +9,7 @@ from torch import nn
 
 from . import device
 from .drawing import seed_draws
-from .ownership import Ownership, PlacedModule
+from .ownership import Ownership, PlacedModule, keeps_nothing
 from .partitioning import Partition
 from .placed import place
 from .reports import Reports
@@ -47,9 +47,9 @@ class LocalPart:
             module = model.get_submodule(path)
             for tensor in (*module.parameters(), *module.buffers()):
                 self._hold(tensor, owner)
-            placed = PlacedModule(
-                path, owner, partition.stage_of.get(path, 0), tuple(module.named_modules())
-            )
+            modules = tuple(module.named_modules())
+            watched = tuple(item for item in modules if not keeps_nothing(item[1]))
+            placed = PlacedModule(path, owner, partition.stage_of.get(path, 0), modules, watched)
             ownership.placed[path] = placed
             place(module, placed)
             reports.look_at(placed)
@@ -60,8 +60,7 @@ class LocalPart:
             tuple(
                 module
                 for module in model.modules()
-                # torch's own modules keep nothing.
-                if id(module) not in inside and not type(module).__module__.startswith("torch.nn.")
+                if id(module) not in inside and not keeps_nothing(module)
             )
         )
         for name, owner in partition.parameters.items():

@@ -57,8 +57,18 @@ class RemoteGradient(torch.Tensor):
         )
 
 
-def mark_remote_gradients(module: nn.Module, part: LocalPart) -> None:
-    """Puts a `RemoteGradient` where another rank's parameter may have its gradient."""
-    for parameter in module.parameters():
-        if parameter.requires_grad and parameter.grad is None and not part.is_local(parameter):
-            parameter.grad = RemoteGradient(parameter)
+class RemoteGradients:
+    """The place-holders for all parameters of other ranks, made once."""
+
+    def __init__(self, module: nn.Module, part: LocalPart) -> None:
+        self._remote = [
+            (parameter, RemoteGradient(parameter))
+            for parameter in module.parameters()
+            if not part.is_local(parameter)
+        ]
+
+    def mark(self) -> None:
+        """Puts them where the parameters may have their gradients."""
+        for parameter, gradient in self._remote:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = gradient

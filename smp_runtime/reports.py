@@ -35,7 +35,7 @@ class Report(NamedTuple):
     """What a call of a placed module handed out.
 
     Attributes:
-        output: the frozen return value.
+        output: the return value: a template, or frozen where it holds other things than tensors.
         metas: tensors that did not exist before, in the order in which they came out.
         hooks: hooks that fired.
         attributes: tensors that modules keep in attributes: module, name, frozen value.
@@ -45,7 +45,7 @@ class Report(NamedTuple):
         varies: it holds plain values, so another call may give other ones.
     """
 
-    output: bytes
+    output: Any
     metas: tuple[TensorMeta, ...]
     hooks: tuple[HookCall, ...]
     attributes: tuple[tuple[str, str, bytes], ...]
@@ -79,15 +79,15 @@ class Reports:
         is_first = placed.path not in self._seen
         seen = self._seen.setdefault(placed.path, {})
         found = []
-        for name, module in placed.modules:
-            for attribute, held in vars(module).items():
-                if isinstance(held, torch.Tensor):
-                    if seen.get((name, attribute)) is not held:
-                        seen[name, attribute] = held
-                        if not is_first:
-                            self.note_attribute(module, attribute)
-                    if (id(module), attribute) in self._kept:
-                        found.append((name, attribute, held))
+        for name, module in placed.watched:
+            held = [item for item in vars(module).items() if isinstance(item[1], torch.Tensor)]
+            for attribute, tensor in held:
+                if seen.get((name, attribute)) is not tensor:
+                    seen[name, attribute] = tensor
+                    if not is_first:
+                        self.note_attribute(module, attribute)
+                if (id(module), attribute) in self._kept:
+                    found.append((name, attribute, tensor))
         return found
 
     def note_attribute(self, module: nn.Module, attribute: str) -> None:

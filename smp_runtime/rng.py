@@ -150,9 +150,9 @@ class SeededDraws(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def host_random_state() -> tuple[Any, Any]:
-    """Returns the states of Python's and, where it is loaded, NumPy's generator."""
-    numpy = sys.modules.get("numpy")
+def host_random_state(*, with_numpy: bool = True) -> tuple[Any, Any]:
+    """Returns the states of Python's and, where it is loaded and wanted, NumPy's generator."""
+    numpy = sys.modules.get("numpy") if with_numpy else None
     return random.getstate(), numpy.random.get_state() if numpy is not None else None
 
 

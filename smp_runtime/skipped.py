@@ -139,9 +139,7 @@ class _Assumed:
 def _shape(node: ModuleNode) -> object:
     """Returns what is equal for modules that may be taken to cost the same."""
     top = len(node.path)
-    return tuple(
-        (below.path[top:], below.type_name, tuple(_sizes(below))) for below in node.walk()
-    )
+    return tuple((below.path[top:], below.type_name, tuple(_sizes(below))) for below in node.walk())
 
 
 def _sizes(node: ModuleNode) -> Iterator[tuple[str, int, bool]]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -24,7 +25,7 @@ from .call_recorder import CallRecorder, Record
 from .model_state import ModelState, values_kept
 from .module_tree import ModuleNode, ParameterFact, join_path
 from .op_cost import ACCELERATOR, CPU, Machine
-from .rng import host_random_state, set_host_random_state
+from .rng import host_random_state, seed_host, set_host_random_state
 from .trees import iter_tensors, map_tensors
 
 __all__ = ["Trace", "trace_model"]
@@ -33,6 +34,9 @@ Source = Literal["fake", "real", "measured", "declared"]
 
 DECLARED_TOKENS = 512
 """Assumed rows of each module's input where no run tells."""
+
+SEED = 0
+"""Every run draws the same numbers, so that the partition does not depend on the random state."""
 
 MEASURED_RUNS = 3
 """Of so many measured runs the fastest time of each module counts."""
@@ -44,7 +48,8 @@ class Trace:
 
     Args:
         root: the tree of costs; `compute` is in seconds for forward and backward.
-        drawing_modules: paths of the modules that draw random numbers themselves.
+        drawing_modules: paths of the modules that draw random numbers themselves, and of all that
+            this run did not call, as they may draw in another run.
         source: how the costs were found.
     """
 
@@ -111,12 +116,12 @@ def _run(
             else:
                 fakes = {}
                 measure = source == "measured"
-                recorder = CallRecorder(model, machine, measure=measure, before_write=before_write)
-                _call(model, args, kwargs, recorder)
+                make = partial(
+                    CallRecorder, model, machine, measure=measure, before_write=before_write
+                )
+                recorder = _call(model, args, kwargs, make)
                 for _ in range(MEASURED_RUNS - 1 if measure else 0):
-                    again = CallRecorder(model, machine, measure=True, before_write=before_write)
-                    _call(model, args, kwargs, again)
-                    recorder.record.keep_faster(again.record)
+                    recorder.record.keep_faster(_call(model, args, kwargs, make).record)
         finally:
             state.restore()
     uses = {
@@ -124,7 +129,12 @@ def _run(
         for tensor in [*model.parameters(), *model.buffers()]
     }
     root = _tree(model, recorder.record, uses)
-    return Trace(root, frozenset(recorder.record.drawing), source)
+    never_called = {
+        path
+        for path, module in model.named_modules()
+        if _is_callable(module) and path not in recorder.record.calls
+    }
+    return Trace(root, frozenset(recorder.record.drawing | never_called), source)
 
 
 def _run_fake(
@@ -155,9 +165,8 @@ def _run_fake(
 
     fake_args, fake_kwargs = map_tensors(fake, (tuple(args), dict(kwargs)))
     state.replace_tensors(fake)
-    recorder = CallRecorder(model, machine)
     with mode, _quiet():
-        _call(model, fake_args, fake_kwargs, recorder)
+        recorder = _call(model, fake_args, fake_kwargs, partial(CallRecorder, model, machine))
     return recorder, fakes
 
 
@@ -173,12 +182,19 @@ def _quiet() -> Iterator[None]:
 
 
 def _call(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], recorder: CallRecorder
-) -> None:
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    make_recorder: Callable[[], CallRecorder],
+) -> CallRecorder:
+    device.seed_generators(SEED)
+    seed_host(SEED)
+    recorder = make_recorder()
     # Nothing that is saved is kept, so the graph takes no memory; it is never run.
     with torch.enable_grad(), recorder, saved_tensors_hooks(recorder.save, _unpack):
         model(*args, **kwargs)
     recorder.close()
+    return recorder
 
 
 def _unpack(_: Any) -> torch.Tensor:
