@@ -35,6 +35,7 @@ from .rng import RandomStreams, host_random_state, set_host_random_state
 from .schedule import Action, Kind, Plan, Policy, draw, plan
 from .thread_state import ThreadState
 from .transport import Address, Message, Topic, Transport
+from .trees import is_dict
 
 _log = logging.getLogger("smp_runtime")
 
@@ -691,7 +692,7 @@ def _describe(address: Address) -> str:
 def _replace_exported(obj: Any, fetch: Callable[[Exported], torch.Tensor]) -> Any:
     if isinstance(obj, Exported):
         return fetch(obj)
-    if isinstance(obj, dict):
+    if is_dict(obj):
         for key, value in list(obj.items()):
             obj[key] = _replace_exported(value, fetch)
         return obj

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .errors import MicrobatchError
+from .trees import is_dict, with_items
 
 _log = logging.getLogger("smp_runtime")
 
@@ -175,13 +176,9 @@ class Splitter:
             return value.narrow(axis, i * size, size)
         if hasattr(value, "smp_slice"):
             return value.smp_slice(num, i, axis)
-        if isinstance(value, dict):
+        if is_dict(value):
             items = {key: self._slice(item, num, i, axis) for key, item in value.items()}
-            if type(value) is dict:
-                return items
-            sliced = copy.copy(value)
-            sliced.update(items)
-            return sliced
+            return with_items(value, items)
         if isinstance(value, (list, tuple, set)):
             parts = [self._slice(item, num, i, axis) for item in value]
             return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
@@ -208,7 +205,7 @@ def _split_tensors(value: Any) -> Iterator[torch.Tensor]:
         yield value
     elif hasattr(value, "smp_slice"):
         return
-    elif isinstance(value, dict):
+    elif is_dict(value):
         for item in value.values():
             yield from _split_tensors(item)
     elif isinstance(value, (list, tuple, set)):
@@ -236,15 +233,10 @@ def _join(results: Sequence[Any]) -> Any:
         if not all(isinstance(result, torch.Tensor) for result in results):
             raise MicrobatchError("a step returned a tensor for some microbatches only")
         return StepOutput(results)
-    if isinstance(first, dict):
+    if is_dict(first):
         _check_alike([tuple(result) for result in results])
         items = {key: _join([result[key] for result in results]) for key in first}
-        if type(first) is dict:
-            return items
-        joined = copy.copy(first)
-        for key, item in items.items():
-            joined[key] = item
-        return joined
+        return with_items(first, items)
     if isinstance(first, (list, tuple)):
         _check_alike([len(result) for result in results])
         parts = [_join(parts) for parts in zip(*results, strict=True)]

@@ -17,7 +17,7 @@ import torch
 from .engine import Engine
 from .errors import UsageError
 from .transport import Address, Topic
-from .trees import freeze, thaw
+from .trees import freeze, is_dict, thaw, with_items
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice)
 _PICKLED = (torch.device, torch.dtype, torch.Size, argparse.Namespace)
@@ -67,7 +67,7 @@ def _without_own(obj: Any, path: tuple[Any, ...]) -> Any:
         return obj
     if type(obj).__module__ == "numpy":
         return obj
-    if isinstance(obj, (dict, list, tuple, set)):
+    if isinstance(obj, (list, tuple, set)) or is_dict(obj):
         return _rebuild(obj, lambda key, item: _without_own(item, (*path, key)))
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         return obj
@@ -88,21 +88,15 @@ def _with_own(obj: Any, mine: Any) -> Any:
                     "object at the same place on every rank"
                 ) from None
         return found
-    if isinstance(obj, (dict, list, tuple, set)) and not isinstance(obj, torch.Size):
+    if (isinstance(obj, (list, tuple, set)) or is_dict(obj)) and not isinstance(obj, torch.Size):
         return _rebuild(obj, lambda _, item: _with_own(item, mine))
     return obj
 
 
 def _rebuild(obj: Any, change: Callable[[Any, Any], Any]) -> Any:
-    if isinstance(obj, dict):
+    if is_dict(obj):
         items = {key: change(key, item) for key, item in obj.items()}
-        if all(items[key] is obj[key] for key in obj):
-            return obj
-        if type(obj) is dict:
-            return items
-        copied = obj.copy()
-        copied.update(items)
-        return copied
+        return obj if all(items[key] is obj[key] for key in items) else with_items(obj, items)
     if isinstance(obj, set):
         return {change(item, item) for item in obj}
     parts = [change(index, item) for index, item in enumerate(obj)]

@@ -12,7 +12,8 @@ import copy
 import dataclasses
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,9 +21,28 @@ import torch
 
 def is_container(obj: object) -> bool:
     """Says whether `map_tensors` looks inside `obj`."""
-    return isinstance(obj, (tuple, list, dict, set, slice)) or (
-        dataclasses.is_dataclass(obj) and not isinstance(obj, type)
+    return (
+        isinstance(obj, (tuple, list, set, slice))
+        or is_dict(obj)
+        or (dataclasses.is_dataclass(obj) and not isinstance(obj, type))
     )
+
+
+def is_dict(obj: object) -> bool:
+    """Says whether `obj` is a dict, a subclass, or one in disguise as tokenizers return."""
+    return isinstance(obj, (dict, UserDict))
+
+
+def with_items(obj: Any, items: Mapping[Any, Any]) -> Any:
+    """Returns a dict of the type of `obj` with these items, and its other attributes."""
+    if type(obj) is dict:
+        return dict(items)
+    # A shallow copy keeps the type and whatever attributes the subclass carries. Items one by
+    # one: transformers' ModelOutput refuses `update`.
+    result = copy.copy(obj)
+    for key, item in items.items():
+        result[key] = item
+    return result
 
 
 def map_tensors(replace: Callable[[torch.Tensor], Any], obj: Any) -> Any:
@@ -34,36 +54,24 @@ def map_tensors(replace: Callable[[torch.Tensor], Any], obj: Any) -> Any:
     if isinstance(obj, torch.Tensor):
         return replace(obj)
     if isinstance(obj, (tuple, list)):
-        items = [map_tensors(replace, item) for item in obj]
-        if all(new is old for new, old in zip(items, obj, strict=True)):
+        parts = [map_tensors(replace, item) for item in obj]
+        if all(new is old for new, old in zip(parts, obj, strict=True)):
             return obj
         if isinstance(obj, tuple) and hasattr(obj, "_fields"):
-            return type(obj)(*items)
-        return type(obj)(items)
-    if isinstance(obj, dict):
-        return _map_dict(replace, obj)
+            return type(obj)(*parts)
+        return type(obj)(parts)
+    if is_dict(obj):
+        items = {key: map_tensors(replace, value) for key, value in obj.items()}
+        return obj if all(items[key] is obj[key] for key in items) else with_items(obj, items)
     if isinstance(obj, set):
         members = [map_tensors(replace, item) for item in obj]
         return obj if all(item in obj for item in members) else type(obj)(members)
     if isinstance(obj, slice):
-        parts = [map_tensors(replace, part) for part in (obj.start, obj.stop, obj.step)]
-        return slice(*parts)
+        ends = [map_tensors(replace, end) for end in (obj.start, obj.stop, obj.step)]
+        return slice(*ends)
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         return _map_dataclass(replace, obj)
     return obj
-
-
-def _map_dict(replace: Callable[[torch.Tensor], Any], obj: dict[Any, Any]) -> Any:
-    values = {key: map_tensors(replace, value) for key, value in obj.items()}
-    if all(values[key] is obj[key] for key in obj):
-        return obj
-    if type(obj) is dict:
-        return values
-    # A shallow copy keeps the type and whatever attributes the subclass carries.
-    result = copy.copy(obj)
-    for key, value in values.items():
-        result[key] = value
-    return result
 
 
 def _map_dataclass(replace: Callable[[torch.Tensor], Any], obj: Any) -> Any:
@@ -84,7 +92,7 @@ def iter_tensors(obj: Any) -> Iterator[torch.Tensor]:
     elif isinstance(obj, (tuple, list, set)):
         for item in obj:
             yield from iter_tensors(item)
-    elif isinstance(obj, dict):
+    elif is_dict(obj):
         for item in obj.values():
             yield from iter_tensors(item)
     elif isinstance(obj, slice):
