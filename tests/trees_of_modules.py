@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from itertools import count
 
-from smp_runtime.module_tree import ModuleNode, OwnCost, ParameterFact
+from smp_runtime.module_tree import ModuleNode, OwnCost, ParameterFact, is_below
+from smp_runtime.partitioning import Partition
 
 
 class TreeMaker:
@@ -68,3 +69,11 @@ def language_model(
     # The loss is computed by the root, on what the head returned.
     loss = OwnCost(lm_head.calls[0], head / 2)
     return ModuleNode("", "GPT2LMHeadModel", (root_call,), (), (loss,), children=(body, lm_head))
+
+
+def homes(result: Partition, name: str) -> list[str]:
+    """The places at which the parameter `name` is assigned; should be one."""
+    module = name.rpartition(".")[0]
+    return [p for p in result.assignment if is_below(module, p)] + [
+        p for p in result.parameters if p == name
+    ]
