@@ -192,7 +192,7 @@ def test_nothing_is_said_after_a_failure() -> None:
     first, second = pair()
     first.fail("once")
     first.fail("twice")
-    first.close()
+    first.close(patience=0.0)
     await_true(lambda: second.failure)
     assert str(second.failure) == "once"
 
