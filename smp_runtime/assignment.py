@@ -10,11 +10,14 @@ from itertools import pairwise
 from .atoms import Charge, charge, is_placeable
 from .errors import PartitionError
 from .module_tree import ModuleNode, ParameterFact, join_path
-from .partition_table import Partition, RankShare, Row
+from .partition_table import Partition, RankShare, Row, in_ranges, in_units
 
 __all__ = ["assemble"]
 
 Ranks = Mapping[str, int]
+
+MOST_NOTES = 4
+"""So many shared parameters are described one by one."""
 
 
 def assemble(
@@ -25,6 +28,7 @@ def assemble(
     memory_limit: int | None = None,
     *,
     slowest: float = 0.0,
+    reason: str = "",
 ) -> Partition:
     """Places the largest modules that lie wholly on one rank.
 
@@ -34,6 +38,8 @@ def assemble(
         num_partitions: number of pipeline ranks.
         in_flight: microbatches that a stage holds at once.
         memory_limit: bytes that one rank may hold.
+        slowest: the cost of the slowest rank, as it was planned.
+        reason: why shared parameters are held as they are.
     """
     placed, direct = _largest(root, ranks)
     assignment = {node.path: rank for node, rank in placed}
@@ -54,6 +60,7 @@ def assemble(
         stage_of=stage_of,
         tied=_tied(root, assignment, direct, holders),
         slowest=slowest,
+        notes=(*_shared_notes(root, ranks), *filter(None, [reason])),
         rows=tuple(_rows(root, ranks, charges, scale)),
         ranks=shares,
     )
@@ -114,6 +121,31 @@ def _holders(root: ModuleNode, ranks: Ranks) -> dict[str, tuple[int, ...]]:
     return {name: tuple(sorted(found)) for name, found in homes.items() if len(found) > 1}
 
 
+def _shared_notes(root: ModuleNode, ranks: Ranks) -> Iterator[str]:
+    """Yields a line for each of the first few shared parameters, and one for all others."""
+    names: dict[int, list[str]] = {}
+    facts: dict[int, ParameterFact] = {}
+    for name, fact in root.facts():
+        names.setdefault(fact.group, []).append(name)
+        facts[fact.group] = fact
+    shared = [group for group, found in names.items() if len(found) > 1]
+    for group in shared[:MOST_NOTES]:
+        first, *others = names[group]
+        homes = tuple(sorted({ranks[name] for name in names[group]}))
+        fact = facts[group]
+        text = f"{first} = {', '.join(others)} ({in_units(fact.bytes)})"
+        if len(homes) == 1:
+            yield f"shared parameter {text}: held once, on partition {homes[0]}"
+        else:
+            summed = ", gradients summed once per step" if fact.requires_grad else ""
+            yield (
+                f"shared parameter {text}: a copy on each of partitions {in_ranges(homes)}{summed}; "
+                f"with gradient and Adam {in_units(fact.state_bytes)} per copy"
+            )
+    if len(shared) > MOST_NOTES:
+        yield f"and {len(shared) - MOST_NOTES} more shared parameters"
+
+
 def _tied(
     root: ModuleNode, assignment: Ranks, direct: Ranks, holders: Mapping[str, tuple[int, ...]]
 ) -> str:
@@ -141,7 +173,8 @@ def _rows(
         homes = _homes(node, ranks)
         facts = {fact.group: fact for _, fact in node.facts()}
         compute = sum(charges[below.path].compute for below in node.walk() if below.path in charges)
-        yield Row(node.path, homes, _elements(facts), _bytes(facts), compute * scale)
+        is_assumed = any(below.is_assumed for below in node.walk())
+        yield Row(node.path, homes, _elements(facts), _bytes(facts), compute * scale, is_assumed)
         if len(homes) > 1:
             for fact in node.own_parameters:
                 name = join_path(node.path, fact.name)

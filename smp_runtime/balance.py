@@ -10,10 +10,21 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise, product
 from math import inf
 
-__all__ = ["Budget", "Item", "SharedGroup", "StageCosts", "balanced_cuts"]
+__all__ = [
+    "Budget",
+    "Item",
+    "SharedGroup",
+    "StageCosts",
+    "balanced_cuts",
+    "rank_costs",
+    "rank_cuts",
+]
+
+TOLERANCE = 1e-9
+"""Relative differences of costs below this come from rounding."""
 
 Cost = Callable[[int, int, int], float]
 """The cost of stage `s` if it holds the items from `first` up to, not including, `end`."""
@@ -57,11 +68,13 @@ class Budget:
         memory_weight: 0 balances compute only, 1 memory only.
         in_flight: microbatches that a stage holds at once at most.
         limit: bytes that one stage may hold; None for no limit.
+        num_ranks: how many ranks take the stages in turn; None for a rank for each.
     """
 
     memory_weight: float
     in_flight: Callable[[int], int]
     limit: float | None = None
+    num_ranks: int | None = None
 
 
 @dataclass(slots=True)
@@ -144,6 +157,37 @@ def balanced_cuts(
         num_items, num_stages, cost, slack, smallest[0], join=lambda before, own: before + own * own
     )
     return (most_even or smallest)[1]
+
+
+def rank_costs(
+    starts: Sequence[int], num_items: int, num_ranks: int, cost: Cost
+) -> tuple[float, ...]:
+    """Returns the summed costs of the stages of each rank; ranks take the stages in turn."""
+    totals = [0.0] * num_ranks
+    for stage, (first, end) in enumerate(pairwise([*starts, num_items])):
+        totals[stage % num_ranks] += cost(stage, first, end)
+    return tuple(totals)
+
+
+def rank_cuts(
+    starts: tuple[int, ...], num_items: int, num_ranks: int, cost: Cost
+) -> tuple[int, ...]:
+    """Moves cuts by one item at a time as long as that makes the slowest rank faster.
+
+    What is best for stages may be bad for ranks: one with a very slow stage should do little else.
+    """
+    slowest = max(rank_costs(starts, num_items, num_ranks, cost))
+    has_moved = True
+    while has_moved:
+        has_moved = False
+        for stage, step in product(range(1, len(starts)), (-1, 1)):
+            moved = (*starts[:stage], starts[stage] + step, *starts[stage + 1 :])
+            if any(first >= end for first, end in pairwise([*moved, num_items])):
+                continue
+            now = max(rank_costs(moved, num_items, num_ranks, cost))
+            if now < slowest * (1 - TOLERANCE):
+                starts, slowest, has_moved = moved, now, True
+    return starts
 
 
 def _least(

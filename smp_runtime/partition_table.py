@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-__all__ = ["Partition", "RankShare", "Row"]
+__all__ = ["Partition", "RankShare", "Row", "in_ranges", "in_units"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,7 @@ class Row:
         num_parameters: elements of its parameters, a shared one counted once.
         bytes: size of its parameters and persistent buffers.
         cost: its share of the compute of the whole model.
+        is_assumed: whether a part of it was not called in the trace, so that its cost is assumed.
     """
 
     path: str
@@ -26,6 +27,7 @@ class Row:
     num_parameters: int
     bytes: int
     cost: float
+    is_assumed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,8 @@ class Partition:
         rank_of: rank of each stage, in execution order.
         stage_of: the stage of every placed module's first call.
         tied: how shared parameters are held: ``"none"``, ``"together"`` or ``"copy"``.
-        slowest: the largest cost of a stage that was reached, in blended shares of the model.
+        slowest: the largest cost of a rank that was reached, in blended shares of the model.
+        notes: what the table says about shared parameters.
         rows: the lines of the table.
         ranks: what each rank holds.
     """
@@ -88,22 +91,34 @@ class Partition:
     stage_of: Mapping[str, int]
     tied: str = "none"
     slowest: float = 0.0
+    notes: tuple[str, ...] = field(default=(), repr=False)
     rows: tuple[Row, ...] = field(default=(), repr=False)
     ranks: tuple[RankShare, ...] = field(default=(), repr=False)
 
     def table(self) -> str:
         """Returns what follows the log line ``Partition assignments:``."""
-        lines = [_columns(row) for row in self.rows]
-        header = ("module", "parameters", "bytes", "cost")
-        widths = [max(len(line[i]) for line in [header, *lines]) for i in range(4)]
-        text = [_aligned(line, widths) for line in [header, *lines]]
-        for name, holders in self.holders.items():
-            text.append(f"shared parameter {name}: copies on {_ranges(holders)}, gradients summed")
-        if self.tied == "together":
-            text.append("shared parameters: the modules of each are on one rank")
-        text.extend(_summary(rank, share) for rank, share in enumerate(self.ranks))
-        text.append("stages on ranks " + " -> ".join(map(str, self.rank_of)))
+        header = ("module: partitions", "parameters", "size", "compute")
+        text = _aligned([header, *map(_row_cells, self.rows)], str.ljust)
+        if any(row.is_assumed for row in self.rows):
+            text.append("~ not called when traced, at least in part: the compute is assumed")
+        text.extend(self.notes)
+        shares = [_share_cells(rank, share) for rank, share in enumerate(self.ranks)]
+        text.extend(_aligned([SHARE_HEADER, *shares], str.rjust))
+        text.extend(self._stage_lines())
         return "\n".join(text)
+
+    def _stage_lines(self) -> list[str]:
+        """Returns the order of the stages, with their modules where partitions take turns."""
+        if len(self.rank_of) == len(set(self.rank_of)):
+            return ["stages in order: partitions " + " -> ".join(map(str, self.rank_of))]
+        modules: list[list[str]] = [[] for _ in self.rank_of]
+        for path, stage in self.stage_of.items():
+            modules[stage].append(_slashed(path))
+        lines = [f"{len(self.rank_of)} stages in order:"]
+        for stage, (rank, paths) in enumerate(zip(self.rank_of, modules, strict=True)):
+            held = " to ".join(dict.fromkeys([paths[0], paths[-1]])) if paths else "modules again"
+            lines.append(f"  stage {stage} on partition {rank}: {held}")
+        return lines
 
     def to_json(self) -> str:
         """Returns the partition as JSON, from which `from_json` makes an equal one."""
@@ -117,41 +132,78 @@ class Partition:
         ranks = tuple(RankShare(**share) for share in raw.pop("ranks"))
         holders = {name: tuple(ranks) for name, ranks in raw.pop("holders").items()}
         return cls(
-            **{**raw, "rank_of": tuple(raw["rank_of"])}, holders=holders, rows=rows, ranks=ranks
+            **{**raw, "rank_of": tuple(raw["rank_of"]), "notes": tuple(raw["notes"])},
+            holders=holders,
+            rows=rows,
+            ranks=ranks,
         )
 
 
-def _columns(row: Row) -> tuple[str, str, str, str]:
-    path = "/".join(["main", *filter(None, row.path.split("."))])
-    ranks = _ranges(row.ranks)
-    return f"{path}: {ranks}", f"{row.num_parameters:,}", in_units(row.bytes), f"{row.cost:.1%}"
+SHARE_HEADER = (
+    "partition",
+    "parameters",
+    "require grads",
+    "buffers",
+    "compute",
+    "memory",
+    "= parameters",
+    "+ gradients",
+    "+ Adam",
+    "+ activations",
+)
 
 
-def _ranges(ranks: Sequence[int]) -> str:
-    """Returns ranks for people: ``0-3, 7``."""
+def _row_cells(row: Row) -> tuple[str, ...]:
+    compute = f"{'~' * row.is_assumed}{row.cost:.1%}"
+    module = f"{_slashed(row.path)}: {in_ranges(row.ranks)}"
+    return module, f"{row.num_parameters:,}", in_units(row.bytes), compute
+
+
+def _share_cells(rank: int, share: RankShare) -> tuple[str, ...]:
+    counts = (share.num_parameters, share.num_trainable, share.num_buffers)
+    sizes = (
+        share.total_bytes,
+        share.parameter_bytes,
+        share.gradient_bytes,
+        share.optimizer_bytes,
+        share.activation_bytes,
+    )
+    return (
+        str(rank),
+        *(f"{count:,}" for count in counts),
+        f"{share.cost:.1%}",
+        *map(in_units, sizes),
+    )
+
+
+def _slashed(path: str) -> str:
+    return "/".join(["main", *filter(None, path.split("."))])
+
+
+def _aligned(
+    lines: Sequence[tuple[str, ...]], adjust_first: Callable[[str, int], str]
+) -> list[str]:
+    """Returns lines of aligned columns, all to the right but for the first one."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(
+            (adjust_first if i == 0 else str.rjust)(cell, width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    ]
+
+
+def in_ranges(ranks: Sequence[int]) -> str:
+    """Returns ascending ranks for people: ``0, 1`` or ``0-3, 7``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-
-
-def _aligned(columns: tuple[str, str, str, str], widths: list[int]) -> str:
-    first, *others = columns
-    cells = [first.ljust(widths[0])]
-    cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-    return "  ".join(cells)
-
-
-def _summary(rank: int, share: RankShare) -> str:
-    return (
-        f"partition {rank}: {share.num_parameters:,} parameters, {share.num_trainable:,} require "
-        f"grads, {share.num_buffers} buffers; {share.cost:.1%} of the compute; "
-        f"{in_units(share.total_bytes)} = {in_units(share.parameter_bytes)} parameters + "
-        f"{in_units(share.gradient_bytes)} gradients + {in_units(share.optimizer_bytes)} optimizer "
-        f"+ {in_units(share.activation_bytes)} activations"
+    return ", ".join(
+        f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs
     )
 
 

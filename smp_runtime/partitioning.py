@@ -18,7 +18,7 @@ from typing import Literal
 
 from .assignment import assemble
 from .atoms import Atom, atoms_at_level, charge
-from .balance import Budget, Item, SharedGroup, StageCosts, balanced_cuts
+from .balance import Budget, Item, SharedGroup, StageCosts, balanced_cuts, rank_costs, rank_cuts
 from .errors import PartitionError
 from .manual_assignment import ranks_from_pins
 from .module_tree import ModuleNode
@@ -74,7 +74,12 @@ def partition(
     """
     root = with_skipped_modules(root)
     num_stages = num_partitions * stages_per_rank
-    in_flight = num_in_flight or (lambda stage: max(1, num_stages - stage))
+    held = num_in_flight or (lambda stage: num_stages - stage)
+
+    def in_flight(stage: int) -> int:
+        # A rank that is visited again, as with shared parameters, makes one stage more.
+        return max(1, held(min(stage, num_stages - 1)))
+
     if pinned is not None or default_partition is not None:
         ranks = ranks_from_pins(root, num_partitions, pinned or {}, default_partition, tied)
         return assemble(root, ranks, num_partitions, in_flight, memory_limit)
@@ -82,14 +87,17 @@ def partition(
         ranks = dict.fromkeys((name for name, _ in root.facts()), 0)
         return assemble(root, ranks, num_partitions, in_flight, memory_limit)
     limit = None if memory_limit is None else memory_limit / stages_per_rank
-    cut = _best_cut(root, num_stages, tied, Budget(memory_weight, in_flight, limit))
+    budget = Budget(memory_weight, in_flight, limit, num_partitions)
+    cut, reason = _chosen_cut(root, num_stages, tied, budget)
     ranks = _ranks_in_order_of_visit(cut, num_partitions)
-    return assemble(root, ranks, num_partitions, in_flight, memory_limit, slowest=cut.slowest)
+    return assemble(
+        root, ranks, num_partitions, in_flight, memory_limit, slowest=cut.slowest, reason=reason
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """The atoms and the stage of each; `slowest` is the largest cost of a stage."""
+    """The atoms and the stage of each; `slowest` is the largest cost of a rank."""
 
     atoms: Sequence[Atom]
     stages: tuple[int, ...]
@@ -97,14 +105,45 @@ class _Cut:
 
     @property
     def price(self) -> float:
-        """What cuts are compared by: the slowest stage, and the bubbles of revisited ranks."""
+        """What cuts are compared by: the slowest rank, and the bubbles of revisited ranks."""
+        return self.slowest * (REVISIT if self.has_revisits else 1.0)
+
+    @property
+    def has_revisits(self) -> bool:
+        """Whether a stage is visited more than once."""
         calls = sorted(
             (call, stage)
             for atom, stage in zip(self.atoms, self.stages, strict=True)
             for call in atom.node.calls
         )
         visits = 1 + sum(before[1] != after[1] for before, after in pairwise(calls))
-        return self.slowest * (REVISIT if visits > len(set(self.stages)) else 1.0)
+        return visits > len(set(self.stages))
+
+
+def _chosen_cut(root: ModuleNode, num_stages: int, tied: Tied, budget: Budget) -> tuple[_Cut, str]:
+    """Returns the best cut, and in words why shared parameters are copied or not."""
+    groups = [fact.group for _, fact in root.facts()]
+    if tied != "auto" or len(groups) == len(set(groups)):
+        return _best_cut(root, num_stages, tied, budget), ""
+    try:
+        together = _best_cut(root, num_stages, "together", budget)
+    except PartitionError:
+        copied = _best_cut(root, num_stages, "copy", budget)
+        return copied, "tied_weights auto: copy, as no cut keeps all their users together"
+    try:
+        copied = _best_cut(root, num_stages, "copy", budget)
+    except PartitionError:
+        return together, "tied_weights auto: together, as no cut has room for copies"
+    if copied.price == together.price:
+        return together, ""
+    chosen = min(together, copied, key=lambda cut: cut.price)
+    unit = "compute and memory" if budget.memory_weight else "compute"
+    bubbles = " (bubbles of the second visit included)" if together.has_revisits else ""
+    return chosen, (
+        f"tied_weights auto: {'copy' if chosen is copied else 'together'}, as the slowest partition"
+        f" takes {copied.price:.1%} of the {unit} with copies (gradient exchange included) and "
+        f"{together.price:.1%} together{bubbles}"
+    )
 
 
 def _best_cut(root: ModuleNode, num_stages: int, tied: Tied, budget: Budget) -> _Cut:
@@ -168,9 +207,12 @@ def _cut_items(
     starts = balanced_cuts(len(items), num_stages, cost, cost.slack())
     if starts is None:
         return None
+    num_ranks = budget.num_ranks or num_stages
+    if num_ranks < num_stages:
+        starts = rank_cuts(starts, len(items), num_ranks, cost)
     ends = [*starts[1:], len(items)]
     stages = [stage for stage in range(num_stages) for _ in range(starts[stage], ends[stage])]
-    slowest = max(cost(stage, starts[stage], ends[stage]) for stage in range(num_stages))
+    slowest = max(rank_costs(starts, len(items), num_ranks, cost))
     return _Cut(atoms, tuple(stages[item] for item in item_of), slowest)
 
 

@@ -14,9 +14,11 @@ import io
 import pickle
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 def is_container(obj: object) -> bool:
@@ -46,37 +48,42 @@ def with_items(obj: Any, items: Mapping[Any, Any]) -> Any:
 
 
 def map_tensors(replace: Callable[[torch.Tensor], Any], obj: Any) -> Any:
-    """Replaces each tensor in a nest of tuples, lists, dicts, sets, slices and dataclasses.
+    """Replaces each tensor in a nest; see `map_instances`."""
+    return map_instances(torch.Tensor, replace, obj)
+
+
+def map_instances(kind: type[T], replace: Callable[[T], Any], obj: Any) -> Any:
+    """Replaces each object of a type in nested tuples, lists, dicts, sets, slices, dataclasses.
 
     Types survive: named tuples, dict subclasses such as Hugging Face's ModelOutput, dataclasses.
     A container in which nothing changed is returned as the same object.
     """
-    if isinstance(obj, torch.Tensor):
+    if isinstance(obj, kind):
         return replace(obj)
     if isinstance(obj, (tuple, list)):
-        parts = [map_tensors(replace, item) for item in obj]
+        parts = [map_instances(kind, replace, item) for item in obj]
         if all(new is old for new, old in zip(parts, obj, strict=True)):
             return obj
         if isinstance(obj, tuple) and hasattr(obj, "_fields"):
             return type(obj)(*parts)
         return type(obj)(parts)
     if is_dict(obj):
-        items = {key: map_tensors(replace, value) for key, value in obj.items()}
+        items = {key: map_instances(kind, replace, value) for key, value in obj.items()}
         return obj if all(items[key] is obj[key] for key in items) else with_items(obj, items)
     if isinstance(obj, set):
-        members = [map_tensors(replace, item) for item in obj]
+        members = [map_instances(kind, replace, item) for item in obj]
         return obj if all(item in obj for item in members) else type(obj)(members)
     if isinstance(obj, slice):
-        ends = [map_tensors(replace, end) for end in (obj.start, obj.stop, obj.step)]
+        ends = [map_instances(kind, replace, end) for end in (obj.start, obj.stop, obj.step)]
         return slice(*ends)
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
-        return _map_dataclass(replace, obj)
+        return _map_dataclass(kind, replace, obj)
     return obj
 
 
-def _map_dataclass(replace: Callable[[torch.Tensor], Any], obj: Any) -> Any:
+def _map_dataclass(kind: type[T], replace: Callable[[T], Any], obj: Any) -> Any:
     names = [field.name for field in dataclasses.fields(obj) if hasattr(obj, field.name)]
-    values = {name: map_tensors(replace, getattr(obj, name)) for name in names}
+    values = {name: map_instances(kind, replace, getattr(obj, name)) for name in names}
     if all(values[name] is getattr(obj, name) for name in names):
         return obj
     result = copy.copy(obj)

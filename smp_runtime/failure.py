@@ -1,0 +1,52 @@
+"""Where a step failed, in words and on the drawn schedule. Allocates nothing large."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Mapping
+
+from .runs import Run
+from .schedule import Plan, draw
+
+_MOST_CELLS = 200
+
+
+def locate(
+    error: BaseException,
+    run: Run | None,
+    plan: Plan | None,
+    rank: int,
+    step: int,
+    module_names: Mapping[int, str],
+) -> str:
+    """Says where an error happened: rank, step, microbatch, module path, schedule position.
+
+    Args:
+        error: the error, with its traceback.
+        run: the body that failed, None if none did.
+        plan: the plan of the step.
+        rank: this rank.
+        step: number of the step.
+        module_names: names of the model's modules by identity.
+    """
+    place = f"rank {rank}, step {step}"
+    if run is None:
+        return place
+    path = run.body.last_origin
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        path = module_names.get(id(frame.f_locals.get("self")), path)
+    place += f", microbatch {run.body.microbatch}, at {path}"
+    return "\n".join(line for line in (place, drawn(plan, run, rank)) if line)
+
+
+def drawn(plan: Plan | None, run: Run | None, rank: int) -> str:
+    """Draws the schedule with the action marked that a body was at."""
+    if plan is None or run is None or not run.path:
+        return ""
+    action = run.path[min(run.num_done, len(run.path) - 1)]
+    if len(plan.actions(rank)) > _MOST_CELLS:
+        return f"at action {action} of the schedule"
+    with contextlib.suppress(Exception):  # drawing must not cover the failure
+        return draw(plan, mark=(rank, action))
+    return ""

@@ -1,0 +1,120 @@
+"""Every rank must take the same path through a step; here it is noticed when one does not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .errors import PathMismatchError, PeerError
+from .runs import Run
+from .transport import Address, Topic, Transport
+
+_ADVICE = (
+    "Every rank must take the same path through the step; look for a branch that depends on the "
+    "rank, on time, or on random numbers drawn outside the step"
+)
+_IN_ORDER = (Topic.DATA, Topic.ANSWER)
+
+
+def describe(address: Address) -> str:
+    """Says in words what a message is."""
+    what = address.topic.name.lower()
+    if address.microbatch < 0:
+        return f"{what} from rank {address.source}"
+    return (
+        f"{what} {address.number} of step {address.step}, microbatch {address.microbatch} "
+        f"from rank {address.source}"
+    )
+
+
+class Paths:
+    """Compares this rank's paths with what it hears of the other ranks'."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._digests: dict[int, list[tuple[int, str]]] = {}
+
+    def tell(self, step: int, runs: Sequence[Run]) -> None:
+        """Tells the other ranks the paths of a step, which ends here for this rank.
+
+        Raises:
+            PathMismatchError: another rank took another path, in this step or the one before.
+        """
+        mine = [(run.body.digest, run.body.last_origin) for run in runs]
+        self._digests[step] = mine
+        for peer in self._transport.peers:
+            self._transport.send(peer, Address(Topic.END, step, -1, 0, self._transport.rank), mine)
+        for known in sorted(self._digests):
+            self._compare(known)
+
+    def forget(self, step: int) -> None:
+        """Forgets a step that every rank has ended."""
+        self._digests.pop(step, None)
+
+    def check_coming(self, needed: Sequence[Address]) -> None:
+        """Makes sure that messages can still come.
+
+        Raises:
+            PeerError: their sender failed or left.
+            PathMismatchError: their sender has ended the step without sending them.
+        """
+        transport = self._transport
+        transport.check()
+        for address in needed:
+            ended = transport.ended.get(address.source, -1)
+            if 0 <= address.step <= ended and not transport.has(address):
+                raise PathMismatchError(
+                    f"rank {address.source} ended step {address.step} without sending "
+                    f"{describe(address)}, for which rank {transport.rank} waits. {_ADVICE}"
+                )
+            if address.source in transport.gone and not transport.has(address):
+                raise PeerError(
+                    f"rank {address.source} ended its program while rank {transport.rank} "
+                    f"waits for {describe(address)}; every rank must call the step equally often",
+                    rank=address.source,
+                )
+
+    def check_order(self, run: Run) -> None:
+        """Looks for messages that prove that what a body waits for will never come.
+
+        A body takes its data in the order of their numbers, and a peer sends it in that order.
+
+        Raises:
+            PathMismatchError: there is such a message.
+        """
+        transport, body = self._transport, run.body
+        needed = [a for a in run.addresses if a.topic in _IN_ORDER and not transport.has(a)]
+        if not needed:
+            return
+        for address, message in transport.arrived_for(body.step, body.microbatch):
+            if address.topic not in _IN_ORDER or address in run.addresses:
+                continue
+            is_orphan = address.number < min(a.number for a in needed)
+            has_passed = any(
+                a.source == address.source and a.number < address.number for a in needed
+            )
+            if is_orphan or has_passed:
+                raise PathMismatchError(
+                    f"rank {address.source} sent {describe(address)} ({_what(message.content)}), "
+                    f"while rank {transport.rank} waits for {describe(needed[0])} after "
+                    f"{body.last_origin}. {_ADVICE}"
+                )
+
+    def _compare(self, step: int) -> None:
+        """Compares a step's paths with those peers whose word has come."""
+        for peer in self._transport.peers:
+            address = Address(Topic.END, step, -1, 0, peer)
+            if not self._transport.has(address):
+                continue
+            theirs = self._transport.take(address).content
+            for i, (mine, other) in enumerate(zip(self._digests[step], theirs, strict=False)):
+                if mine[0] != other[0]:
+                    raise PathMismatchError(
+                        f"step {step}, microbatch {i}: ranks {self._transport.rank} and {peer} "
+                        f"took different paths; the last things on them are {mine[1]} and "
+                        f"{other[1]}. {_ADVICE}"
+                    )
+
+
+def _what(content: Any) -> str:
+    return str(content[0]) if isinstance(content, tuple) else "a result"

@@ -1,0 +1,73 @@
+"""One run of the body per microbatch, and where the time of a step went."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .body import Body
+from .schedule import Action
+from .transport import Address
+
+
+class Abandoned(BaseException):
+    """Unwinds a suspended body whose step failed elsewhere. Not an Exception: users catch those."""
+
+
+@dataclass
+class Run:
+    """A body and its thread.
+
+    Attributes:
+        body: the microbatch's state.
+        thread: runs the body.
+        path: the plan's actions for this microbatch on this rank, in order.
+        num_done: how many of them are over.
+        action: what the body waits to begin; None in the middle of an action.
+        addresses: the messages that must be there first.
+        stage: the stage it is in.
+        is_admitted: it has begun to compute, so it holds activations.
+        is_entering: it is about to run a module of this rank.
+        state: `new`, `running`, `waiting` or `done`.
+        result: what the body returned.
+        error: what it raised.
+        go: released when it may go on.
+    """
+
+    body: Body
+    thread: threading.Thread | None = None
+    path: tuple[Action, ...] = ()
+    num_done: int = 0
+    action: Action | None = None
+    addresses: Sequence[Address] = ()
+    stage: int | None = None
+    is_admitted: bool = False
+    is_entering: bool = False
+    state: str = "new"
+    result: Any = None
+    error: BaseException | None = None
+    go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+
+@dataclass
+class StepReport:
+    """Where the time of the last step went on this rank, in seconds.
+
+    Attributes:
+        wall: from the first body's start to the last result.
+        busy: bodies were running.
+        clock: the same as `wall` on the emulated clock, 0 unless `emulate_clock` is on.
+        spans: begin and end of each stretch of running, relative to the start, with its action.
+    """
+
+    wall: float = 0.0
+    busy: float = 0.0
+    clock: float = 0.0
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the step in which this rank waited."""
+        return 1.0 - self.busy / self.wall if self.wall else 0.0
