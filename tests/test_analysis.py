@@ -156,7 +156,12 @@ def test_several_results_have_a_template() -> None:
 
 def test_plain_results_are_known() -> None:
     assert effect_of(torch.Tensor.size, X, 1).template == 3
-    assert effect_of(lambda x: ("a", x.dim(), None), X).template == ("a", 2, None)
+    assert effect_of(lambda x: (True, x.dim(), None), X).template == (True, 2, None)
+
+
+def test_the_text_of_a_tensor_is_only_known_with_its_data() -> None:
+    assert not effect_of(torch.Tensor.__repr__, X).known
+    assert not effect_of(torch.Tensor.__format__, X, "").known
 
 
 @pytest.mark.parametrize(

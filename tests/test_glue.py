@@ -1,0 +1,327 @@
+"""Operations outside placed modules: who runs them, and what the others hold."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from smp_runtime.body import current_body
+from smp_runtime.errors import NotSupportedError, PathMismatchError, UsageError
+from smp_runtime.glue import watch_autograd_functions
+from smp_runtime.values import StandIn, tag_of
+from tests.local_ranks import LocalRank, backward, run_ranks
+
+WIDTH = 4
+
+
+class Two(nn.Module):
+    """One module on each of two ranks, and whatever glue a test puts between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x))
+
+
+PINS = {"first": 0, "last": 1}
+Glue = Callable[[Two, Tensor], Any]
+
+
+def run(
+    glue: Glue, num_microbatches: int = 1, look: Callable[[Any], Any] = lambda result: result
+) -> list[Any]:
+    """Runs a piece of glue on two ranks and returns what `look` saw of its result on each."""
+    model, x = make()
+
+    def body(rank: LocalRank) -> Any:
+        mine = rank.place(model, PINS, x)
+        seen: list[Any] = []
+
+        def step(x: Tensor) -> None:
+            result = glue(mine, x)  # type: ignore[arg-type]
+            body = current_body()
+            assert body is not None
+            with body.glue.suspended():
+                seen.append(look(result))
+
+        rank.step(step, [x] * num_microbatches)
+        return seen[0]
+
+    return run_ranks(2, body)
+
+
+def make() -> tuple[Two, Tensor]:
+    torch.manual_seed(1)
+    return Two(), torch.randn(2, WIDTH)
+
+
+def check(glue: Glue) -> None:
+    """Asserts that glue gives the result and the gradients that it gives in one process."""
+    model, x = make()
+
+    def body(rank: LocalRank) -> Any:
+        mine = rank.place(model, PINS, x)
+
+        def step(x: Tensor) -> Tensor:
+            result: Tensor = glue(mine, x)  # type: ignore[arg-type]
+            if result.requires_grad:
+                backward(result.square().mean())
+            return result
+
+        (result,) = rank.step(step, [x])
+        return result, {name: p.grad for name, p in mine.named_parameters() if rank.part and
+                        rank.part.is_local(p)}  # fmt: skip
+
+    (one, grads), (other, more) = run_ranks(2, body)
+    expected = glue(model, x)
+    if expected.requires_grad:
+        expected.square().mean().backward()
+    torch.testing.assert_close(one, expected.detach())
+    assert torch.equal(one, other)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close({**grads, **more}[name], parameter.grad)
+
+
+def owner_of(result: Tensor) -> tuple[int | None, bool]:
+    value = tag_of(result)
+    return None if value is None else value.owner, isinstance(result, StandIn)
+
+
+def test_replicated_tensors_are_computed_everywhere() -> None:
+    assert run(lambda model, x: (x * 2).sum(), look=owner_of) == [(None, False)] * 2
+
+
+def test_an_operation_on_an_owned_tensor_runs_where_it_is() -> None:
+    assert run(lambda model, x: model.first(x) * 2, look=owner_of) == [(0, False), (0, True)]
+    assert run(lambda model, x: model.last(x) * 2, look=owner_of) == [(1, True), (1, False)]
+
+
+def test_where_owners_meet_the_larger_side_stays_and_then_the_later_rank() -> None:
+    def owner(glue: Glue) -> int:
+        (first, _), (second, _) = run(glue, look=owner_of)
+        assert first == second
+        return first
+
+    assert owner(lambda model, x: model.first(x) + model.last(x)) == 1
+    assert owner(lambda model, x: model.first(x) + model.last(x)[0]) == 0
+    assert owner(lambda model, x: model.first(x)[0] + model.last(x)) == 1
+
+
+def test_a_stand_in_tells_what_any_rank_can_know() -> None:
+    def facts(model: Two, x: Tensor) -> Any:
+        h = model.first(x).t()
+        return (
+            tuple(h.shape), h.stride(), h.dtype, h.device, h.dim(), len(h), h.numel(), h.size(0),
+            h.is_contiguous(), h.requires_grad, h.detach().requires_grad, h.is_floating_point(),
+            h.shape[0] * 2, isinstance(h, Tensor),
+        )  # fmt: skip
+
+    one, other = run(facts)
+    assert one == other
+    assert one[:2] == ((WIDTH, 2), (1, WIDTH))
+    assert one[8:11] == (False, True, False)
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * grad
+
+
+def set_items(model: Two, x: Tensor) -> Tensor:
+    out = torch.zeros(2, WIDTH)
+    out[:, 1:] = model.first(x)[:, 1:]
+    out[0, 0] = model.last(x).sum()
+    return out
+
+
+def change_input(model: Two, x: Tensor) -> Tensor:
+    h = model.first(x)
+    h += x
+    h.mul_(2)[0].zero_()
+    return model.last(h)
+
+
+def change_view(model: Two, x: Tensor) -> Tensor:
+    h = model.first(x).clone()
+    h[0] += 1
+    h.t()[1].zero_()
+    return model.last(h)
+
+
+def named_results(model: Two, x: Tensor) -> Tensor:
+    best = model.first(x).max(dim=1)
+    low, index = model.last(x).min(dim=0)
+    return best.values + best.indices + low[:2] + index[:2]
+
+
+def loops(model: Two, x: Tensor) -> Tensor:
+    rows = list(model.first(x))
+    return torch.stack([model.last(row) for row in rows][::-1])
+
+
+def chosen_by_data(model: Two, x: Tensor) -> Tensor:
+    h = model.first(x)
+    chosen = h[h > 0]
+    index = (model.last(x) > 0).nonzero()
+    return torch.cat([chosen, index.float().flatten()]).sum()
+
+
+def branch_on_value(model: Two, x: Tensor) -> Tensor:
+    h = model.first(x)
+    if h.sum() > 1e6 or h.mean().item() > 1e6:
+        return x
+    return model.last(h) * len(h.flatten().tolist())
+
+
+def same_tensor(model: Two, x: Tensor) -> Tensor:
+    h = model.first(x).contiguous().float()
+    assert h.contiguous() is h
+    return model.last(h)
+
+
+def own_function(model: Two, x: Tensor) -> Tensor:
+    return Cube.apply(model.last(Cube.apply(model.first(x))))
+
+
+def mask_fill(model: Two, x: Tensor) -> Tensor:
+    mask = torch.zeros(2, WIDTH, dtype=torch.bool)
+    mask[0] = model.first(x)[0] > 0
+    return model.last(x).masked_fill(mask, 0.5)
+
+
+def formats(model: Two, x: Tensor) -> Tensor:
+    assert str(model.first(x)).startswith("tensor(")
+    assert f"{model.last(x).sum():.3f}" != ""
+    return model.first(x)
+
+
+def into_out(model: Two, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return torch.add(model.first(x), 1, out=torch.empty(2, WIDTH))
+
+
+PIECES = [
+    set_items, change_input, change_view, named_results, loops, chosen_by_data, branch_on_value,
+    same_tensor, own_function, mask_fill, formats, into_out,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("glue", PIECES, ids=lambda glue: glue.__name__)
+def test_glue_computes_as_in_one_process(glue: Glue) -> None:
+    native = vars(torch.autograd.Function)["apply"]
+    watch_autograd_functions()
+    try:
+        check(glue)
+    finally:
+        torch.autograd.Function.apply = native  # type: ignore[method-assign]
+
+
+def test_a_question_is_answered_alike_on_every_rank() -> None:
+    def ask(model: Two, x: Tensor) -> Any:
+        h, out = model.first(x), model.last(x)
+        return h.sum().item(), bool(out.sum() > 0), out.tolist(), int(h.argmax()), h.numpy(
+            force=True).shape  # fmt: skip
+
+    model, x = make()
+    expected = ask(model, x)
+    for found in run(ask):
+        assert found[1:2] + found[3:] == expected[1:2] + expected[3:]
+        torch.testing.assert_close(found[0], expected[0])
+        torch.testing.assert_close(found[2], expected[2])
+
+
+def test_a_view_of_a_copy_can_be_changed_only_after_a_clone() -> None:
+    def change(model: Two, x: Tensor) -> Tensor:
+        big, small = model.last(torch.cat([x, x])), model.first(x)
+        moved = torch.where(torch.ones(4, 1).bool(), small[:1], big)
+        return moved.add_(1)
+
+    check(change)
+
+
+def test_an_error_of_an_operation_is_that_of_torch() -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        run(lambda model, x: model.first(x) @ model.first(x))
+
+
+@pytest.mark.parametrize(
+    "differentiate",
+    [
+        lambda loss: loss.backward(),
+        lambda loss: torch.autograd.backward(loss),
+        lambda loss: torch.autograd.backward([loss]),
+    ],
+)
+def test_backward_on_the_loss_says_what_to_call(differentiate: Any) -> None:
+    with pytest.raises(UsageError, match=r"call model\.backward\(loss\)"):
+        run(lambda model, x: differentiate(model(x).sum()))
+
+
+def test_autograd_grad_is_refused() -> None:
+    with pytest.raises(NotSupportedError, match=r"torch\.autograd\.grad"):
+        run(lambda model, x: torch.autograd.grad(model(x).sum(), [x]))
+
+
+def test_ranks_that_ask_different_questions_are_told() -> None:
+    model, x = make()
+
+    def body(rank: LocalRank) -> None:
+        mine = rank.place(model, PINS, x)
+
+        def step(x: Tensor) -> None:
+            h = mine.first(x).sum()  # type: ignore[operator]
+            h.item() if rank.index == 0 else h.tolist()
+
+        rank.step(step, [x])
+
+    with pytest.raises(PathMismatchError, match="same path"):
+        run_ranks(2, body)
+
+
+class Recorder(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(getattr(func, "__name__", ""))
+        return func(*args, **(kwargs or {}))
+
+
+def test_function_modes_of_the_user_go_on_above_the_glue() -> None:
+    def glue(model: Two, x: Tensor) -> list[str]:
+        with Recorder() as recorder:
+            torch.relu(model.first(x))
+            model.last(x)
+        return recorder.names
+
+    one, other = run(glue)
+    assert "relu" in one
+    assert "relu" in other
+
+
+def test_glue_stops_inside_modules_and_resumes_after() -> None:
+    def glue(model: Two, x: Tensor) -> list[bool]:
+        body = current_body()
+        assert body is not None
+        seen = [body.glue.is_active]
+        with body.glue.suspended():
+            seen.append(body.glue.is_active)
+            with body.glue.resumed():
+                seen.append(body.glue.is_active)
+            seen.append(body.glue.is_active)
+        return [*seen, body.glue.is_active]
+
+    assert run(glue) == [[True, False, True, False, True]] * 2
