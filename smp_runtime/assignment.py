@@ -139,8 +139,8 @@ def _shared_notes(root: ModuleNode, ranks: Ranks) -> Iterator[str]:
         else:
             summed = ", gradients summed once per step" if fact.requires_grad else ""
             yield (
-                f"shared parameter {text}: a copy on each of partitions {in_ranges(homes)}{summed}; "
-                f"with gradient and Adam {in_units(fact.state_bytes)} per copy"
+                f"shared parameter {text}: a copy on each of partitions {in_ranges(homes)}{summed};"
+                f" with gradient and Adam {in_units(fact.state_bytes)} per copy"
             )
     if len(shared) > MOST_NOTES:
         yield f"and {len(shared) - MOST_NOTES} more shared parameters"

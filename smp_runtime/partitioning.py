@@ -10,16 +10,16 @@ each user's rank holds a copy. Manual placement only replaces the cutting.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
-from math import prod
+from itertools import pairwise
 from typing import Literal
 
 from .assignment import assemble
 from .atoms import Atom, atoms_at_level, charge
 from .balance import Budget, Item, SharedGroup, StageCosts, balanced_cuts, rank_costs, rank_cuts
 from .errors import PartitionError
+from .gathering import rows_together
 from .manual_assignment import ranks_from_pins
 from .module_tree import ModuleNode
 from .partition_table import Partition
@@ -39,9 +39,6 @@ gigabyte per second between the holders, spread over a few microbatches per step
 REVISIT = 1.1
 """What a step takes longer when a rank is visited more than once: the planned order of a ring
 leaves more bubbles than that of a chain, by simulation 5 to 15 % at a few microbatches per rank."""
-
-ANCHOR_TRIALS = 64
-"""How many ways to gather the users of shared parameters are tried at most."""
 
 
 def partition(
@@ -186,7 +183,9 @@ def _cut(
         return _cut_items(atoms, items, {}, list(range(len(atoms))), num_stages, budget)
     cuts: list[_Cut] = []
     if tied != "copy":
-        cuts.extend(_cuts_together(atoms, items, shared, num_stages, budget))
+        for gathered, item_of in rows_together(items, shared):
+            cut = _cut_items(atoms, gathered, {}, item_of, num_stages, budget)
+            cuts.extend([cut] if cut else [])
     if tied != "together":
         in_place = list(range(len(atoms)))
         copied = _cut_items(atoms, items, shared, in_place, num_stages, budget)
@@ -214,61 +213,6 @@ def _cut_items(
     stages = [stage for stage in range(num_stages) for _ in range(starts[stage], ends[stage])]
     slowest = max(rank_costs(starts, len(items), num_ranks, cost))
     return _Cut(atoms, tuple(stages[item] for item in item_of), slowest)
-
-
-def _cuts_together(
-    atoms: Sequence[Atom],
-    items: Sequence[Item],
-    shared: Mapping[int, SharedGroup],
-    num_stages: int,
-    budget: Budget,
-) -> Iterator[_Cut]:
-    """Yields the best cut for each way to gather the users of shared parameters at one of them."""
-    clusters = _clusters(items)
-    choices: list[tuple[int, ...]] = [tuple(cluster) for cluster in clusters]
-    if prod(map(len, choices)) > ANCHOR_TRIALS:
-        choices = [(cluster[0], cluster[-1]) for cluster in clusters]
-    if prod(map(len, choices)) > ANCHOR_TRIALS:
-        choices = [(cluster[0],) for cluster in clusters]
-    for anchors in product(*choices):
-        anchor_of = {
-            user: anchor
-            for cluster, anchor in zip(clusters, anchors, strict=True)
-            for user in cluster
-        }
-        kept = [i for i in range(len(items)) if anchor_of.get(i, i) == i]
-        members = {i: [j for j in anchor_of if anchor_of[j] == i] or [i] for i in kept}
-        merged = [_merged([items[j] for j in members[i]], shared) for i in kept]
-        position = {i: at for at, i in enumerate(kept)}
-        item_of = [position[anchor_of.get(i, i)] for i in range(len(items))]
-        cut = _cut_items(atoms, merged, {}, item_of, num_stages, budget)
-        if cut is not None:
-            yield cut
-
-
-def _merged(items: Sequence[Item], shared: Mapping[int, SharedGroup]) -> Item:
-    groups = {group for item in items for group in item.groups}
-    return Item(
-        sum(item.compute for item in items),
-        sum(item.state_bytes for item in items)
-        + sum(shared[group].state_bytes for group in groups),
-        sum(item.activation_bytes for item in items),
-    )
-
-
-def _clusters(items: Sequence[Item]) -> list[list[int]]:
-    """Returns the sets of items that shared parameters hold together, directly or over others."""
-    clusters: list[tuple[set[int], set[int]]] = []
-    for index, item in enumerate(items):
-        if not item.groups:
-            continue
-        members, groups = {index}, set(item.groups)
-        for cluster in [cluster for cluster in clusters if cluster[1] & groups]:
-            clusters.remove(cluster)
-            members |= cluster[0]
-            groups |= cluster[1]
-        clusters.append((members, groups))
-    return sorted(sorted(members) for members, _ in clusters)
 
 
 def _items(root: ModuleNode, atoms: Sequence[Atom]) -> tuple[list[Item], dict[int, SharedGroup]]:

@@ -4,7 +4,15 @@ from math import inf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smp_runtime.balance import Budget, Item, SharedGroup, StageCosts, balanced_cuts
+from smp_runtime.balance import (
+    Budget,
+    Item,
+    SharedGroup,
+    StageCosts,
+    balanced_cuts,
+    rank_costs,
+    rank_cuts,
+)
 
 COMPUTE_ONLY = Budget(0.0, lambda stage: 1)
 
@@ -110,3 +118,21 @@ def test_720_items_on_64_stages_take_seconds():
     costs = StageCosts(items, {}, Budget(0.0, lambda _: 1))
     starts = balanced_cuts(720, 64, costs)
     assert starts is not None and len(starts) == 64
+
+
+# Ranks that take stages in turn.
+
+
+def test_a_rank_with_a_very_slow_stage_does_little_else():
+    items = [Item(1.0)] * 8 + [Item(8.0)]
+    costs = StageCosts(items, {}, COMPUTE_ONLY)
+    starts = balanced_cuts(9, 4, costs)
+    assert starts == (0, 2, 5, 8)
+    moved = rank_cuts(starts, 9, 2, costs)
+    assert max(rank_costs(moved, 9, 2, costs)) == 9 / 16
+    assert rank_costs(starts, 9, 2, costs) == (5 / 16, 11 / 16)
+
+
+def test_even_stages_stay_as_they_are():
+    costs = StageCosts([Item(1.0)] * 8, {}, COMPUTE_ONLY)
+    assert rank_cuts((0, 2, 4, 6), 8, 2, costs) == (0, 2, 4, 6)

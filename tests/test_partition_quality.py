@@ -2,6 +2,7 @@
 
 import time
 from itertools import combinations
+from typing import Any
 
 import pytest
 import torch
@@ -13,14 +14,14 @@ from smp_runtime.partitioning import Partition, partition
 from smp_runtime.trace import trace_model
 
 
-def model_tree(name: str, vocabulary: int, **sizes: int) -> ModuleNode:
+def model_tree(name: str, vocabulary: int, **sizes: Any) -> ModuleNode:
     shapes = {
         "gpt2": {"n_embd": 256, "n_layer": 8, "n_head": 8},
         "llama": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8}
         | {"num_attention_heads": 8},
     }
     tokens = {"bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False}
-    config = AutoConfig.for_model(name, vocab_size=vocabulary, **tokens, **shapes[name] | sizes)
+    config = AutoConfig.for_model(name, vocab_size=vocabulary, **tokens | shapes[name] | sizes)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     ids = torch.zeros(4, 128, dtype=torch.long)
@@ -97,3 +98,15 @@ def test_the_table_has_the_names_of_the_model():
     root = model_tree("gpt2", 2048)
     paths = {node.path for node in root.walk()}
     assert {row.path for row in partition(root, 4).rows} <= paths
+
+
+@pytest.mark.parametrize("num_partitions", [2, 4])
+def test_a_tied_head_that_is_most_of_the_model_is_copied(num_partitions):
+    root = model_tree("gpt2", 50257, tie_word_embeddings=True)
+    chosen, copied, together = (
+        partition(root, num_partitions, tied=tied) for tied in ("auto", "copy", "together")
+    )
+    assert chosen.assignment == copied.assignment
+    slowest = [max(share.cost for share in each.ranks) for each in (copied, together)]
+    assert 0.5 < slowest[0] < slowest[1]
+    assert chosen.notes[-1].startswith("tied_weights auto: copy")

@@ -125,6 +125,14 @@ def test_early_stages_hold_more_activations():
     assert [share.activation_bytes for share in many.ranks] == [1600, 1600]
 
 
+def test_a_ring_has_one_stage_more_than_microbatches_in_flight_are_known_for():
+    def in_flight(stage: int) -> int:
+        return (3, 2)[stage]
+
+    result = partition(language_model(4), 2, tied="together", num_in_flight=in_flight)
+    assert result.rank_of == (0, 1, 0)
+
+
 # Shared parameters.
 
 
