@@ -52,12 +52,3 @@ class Groups:
     def of(self, axis: Axis) -> dist.ProcessGroup | None:
         """Returns this rank's group on an axis."""
         return self._made[self._placement.group(axis, dist.get_rank())]
-
-    def new_private(self, axis: Axis) -> dist.ProcessGroup | None:
-        """Makes one more gloo group on an axis, whose waits never end by themselves."""
-        mine = None
-        for ranks in self._placement.groups(axis):
-            made = dist.new_group(list(ranks), backend="gloo", timeout=datetime.timedelta(days=365))
-            if dist.get_rank() in ranks:
-                mine = made
-        return mine

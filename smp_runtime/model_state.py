@@ -1,17 +1,19 @@
 """Remembers the Python state of a model, so that a trial run leaves no trace.
 
 What is remembered are references: every attribute of every module, and the contents of the lists,
-dicts and sets, and of the user's own objects, that can be reached from there. The values of
-tensors are not copied; who writes to one saves it first.
+dicts and sets, and of the user's own objects, that can be reached from there, and the states of
+random generators. The values of tensors are not copied; who writes to one saves it first.
 """
 
 from __future__ import annotations
 
 import copy
+import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +44,7 @@ class ModelState:
     def __init__(self, model: nn.Module, *others: Any) -> None:
         self._modules = list(model.modules())
         self._containers: list[tuple[Any, Any]] = []
+        self._generators: list[Callable[[], object]] = []
         self.tensors: list[torch.Tensor] = []
         self._remember([model, *others])
 
@@ -54,6 +57,8 @@ class ModelState:
             else:
                 container.clear()
                 container.update(contents)
+        for put_back in self._generators:
+            put_back()
 
     def remove_hooks(self) -> None:
         """Takes all hooks off the modules; `restore` brings them back."""
@@ -91,9 +96,25 @@ class ModelState:
                 found.extend(value.values())
             elif isinstance(value, tuple):
                 found.extend(value)
+            elif (put_back := _generator_kept(value)) is not None:
+                self._generators.append(put_back)
             elif _has_state(value):
                 # An instance may fill its attributes through `__dict__` only.
                 found.append(vars(value))
+
+
+def _generator_kept(value: Any) -> Callable[[], object] | None:
+    """Returns what puts a random generator back to where it is now; None for anything else."""
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.random.RandomState):
+        return partial(value.set_state, value.get_state())
+    if numpy is not None and isinstance(value, numpy.random.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    return None
 
 
 def _has_state(value: Any) -> bool:

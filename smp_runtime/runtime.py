@@ -22,6 +22,7 @@ from .errors import ConfigError, UsageError
 from .groups import Groups, start_distributed
 from .placement import Axis, Coordinates, Placement
 from .transport import Transport
+from .wire import connect
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -71,8 +72,8 @@ class Runtime:
             latency=config.emulated_latency_us * 1e-6,
             bandwidth=config.emulated_bandwidth_gbps * 1e9 / 8,
         )
-        private = self.groups.new_private("pp") if size > 1 else None
-        self.transport = Transport(private, self.here.pp_rank, size, clock.read)
+        streams = connect(self.groups.of("pp"), self.here.pp_rank, size, config.timeout)
+        self.transport = Transport(streams, self.here.pp_rank, clock.read)
         self.engine = Engine(
             self.transport,
             policy=config.pipeline,

@@ -116,11 +116,14 @@ class _Assumed:
             self.add(child, beside)
 
     def _model_of(self, node: ModuleNode) -> ModuleNode | None:
-        """Returns a called module of the same type and size: a sibling, if there is one."""
+        """Returns a called module of the same type and size: a sibling, if there is one.
+
+        The last one: the first module of a model is cheaper, as its input needs no gradient.
+        """
         equal = self._equal.get(_shape(node), []) if node.is_callable else []
         parent = node.path.rpartition(".")[0]
         siblings = [other for other in equal if other.path.rpartition(".")[0] == parent]
-        return next(iter([*siblings, *equal]), None)
+        return next(reversed([*equal, *siblings]), None)
 
     def _like(self, node: ModuleNode, model: ModuleNode, beside: tuple[int, int]) -> None:
         """Assumes that a module does what an equal one did."""

@@ -1,10 +1,10 @@
-"""Messages between the ranks of one pipeline group. The only file that knows the wire.
+"""Messages between the ranks of one pipeline group.
 
 A message is addressed: kind, step, microbatch and number say what it is, and the receiver finds
 it in its mailbox under that address, in whatever order messages come. One thread per peer does
 nothing but receive, so a send never waits for the peer's program, only for its thread, and no
-order of sends can block. A message is one frame of fixed size that holds everything if it fits;
-otherwise the frame says how much follows in a second transfer.
+order of sends can block. A message is a prefix of fixed size, its Python content, and the bytes of
+its tensors.
 
 Failures travel the same way: a rank that fails tells all others why, and a peer that vanishes is
 noticed by the thread that listens to it.
@@ -16,24 +16,21 @@ import pickle
 import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from .errors import PeerError
-from .tensors import TensorMeta, as_bytes, from_bytes, meta_of
+from .tensors import as_bytes, from_bytes, meta_of
+from .wire import Stream
 
-_FRAME_BYTES = 2048
-_LAYOUT = struct.Struct("<IIqd")  # magic, length of head, length of body, sender's clock
+_PREFIX = struct.Struct("<IIqd")  # magic, length of head, length of body, sender's clock
 _MAGIC = 0x534D5031
 _ALIGNMENT = 64
-_MAX_UNSENT = 4
+_SMALL = 65536
 
 
 class Topic(IntEnum):
@@ -75,41 +72,43 @@ class Transport:
     """Sends to and receives from the other ranks of a pipeline group.
 
     Args:
-        group: a process group of its own; nothing else may be sent over it.
+        streams: the connection to each rank of the group, None at this rank's own place.
         rank: this rank's position in the group.
-        size: number of ranks in the group.
         read_clock: what every message carries as the time at which it was sent.
+
+    Attributes:
+        arrived: notified whenever something came.
+        failure: what another rank reported.
+        has_raised: that report was raised here.
+        gone: the ranks that have left, in peace or not.
+        ended: the last step that each peer has ended.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None,
+        streams: Sequence[Stream | None],
         rank: int,
-        size: int,
         read_clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.rank = rank
-        self.size = size
-        self._read_clock = read_clock
+        self.size = len(streams)
         self.arrived = threading.Condition()
         self.failure: PeerError | None = None
         self.has_raised = False
         self.gone: set[int] = set()
-        self._lost: set[int] = set()
         self.ended: dict[int, int] = {}
-        self._group = group
+        self._streams = list(streams)
+        self._locks = [threading.Lock() for _ in streams]
+        self._read_clock = read_clock
         self._mailbox: dict[Address, Message] = {}
-        self._unsent: dict[int, deque[tuple[Any, torch.Tensor]]] = {
-            peer: deque() for peer in self.peers
-        }
-        self._closed = False
-        self._threads = [
-            threading.Thread(
+        self._is_closed = False
+        self._threads = {
+            peer: threading.Thread(
                 target=self._listen, args=(peer,), daemon=True, name=f"smp-recv-{peer}"
             )
             for peer in self.peers
-        ]
-        for thread in self._threads:
+        }
+        for thread in self._threads.values():
             thread.start()
 
     @property
@@ -123,20 +122,18 @@ class Transport:
         """Sends a message; its tensors may change as soon as this returns."""
         metas = [meta_of(tensor)._replace(requires_grad=False) for tensor in tensors]
         head = pickle.dumps((tuple(address), content, metas), pickle.HIGHEST_PROTOCOL)
-        offsets, body_bytes = _layout(metas)
-        inline = _LAYOUT.size + len(head) + _ALIGNMENT + body_bytes <= _FRAME_BYTES
-        frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
-        prefix = _LAYOUT.pack(_MAGIC, len(head), body_bytes, self._read_clock())
-        frame[: len(prefix)] = torch.frombuffer(bytearray(prefix), dtype=torch.uint8)
-        rest = frame[len(prefix) :] if inline else _buffer(len(head), body_bytes)
-        rest[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        start = _body_start(len(head))
-        for tensor, offset, meta in zip(tensors, offsets, metas, strict=True):
+        num_bytes = sum(_padded(meta.num_bytes) for meta in metas)
+        parts: list[bytes | memoryview] = [
+            _PREFIX.pack(_MAGIC, len(head), num_bytes, self._read_clock()),
+            head,
+        ]
+        for tensor, meta in zip(tensors, metas, strict=True):
             if meta.num_elements:
-                rest[start + offset : start + offset + meta.num_bytes] = as_bytes(tensor)
-        self._post(peer, frame)
-        if not inline:
-            self._post(peer, rest)
+                parts.append(as_bytes(tensor).numpy().data)
+            parts.append(bytes(_padded(meta.num_bytes) - meta.num_bytes))
+        if len(head) + num_bytes < _SMALL:
+            parts = [b"".join(parts)]
+        self._post(peer, parts)
 
     def has(self, address: Address) -> bool:
         """Says whether a message has arrived and was not taken."""
@@ -199,60 +196,57 @@ class Transport:
 
     def fail(self, report: str) -> None:
         """Tells every other rank why this one fails. Never raises."""
-        if self._closed:
+        if self._is_closed or not self.peers:
             return
-        self._closed = True
+        self._is_closed = True
         for peer in self.peers:
-            if peer not in self._lost:
-                try:
-                    self.send(peer, Address(Topic.FAILURE, -1, -1, 0, self.rank), report)
-                    for work, _ in self._unsent[peer]:
-                        work.wait(timedelta(seconds=2))
-                except Exception:  # noqa: BLE001 - the first failure must not be covered by this one
-                    continue
+            with suppress(Exception):  # the first failure must not be covered by this one
+                self.send(peer, Address(Topic.FAILURE, -1, -1, 0, self.rank), report)
         # A process that ends at once resets its connections, and what peers did not read is lost.
         time.sleep(0.2)
 
     def close(self, patience: float = 5.0) -> None:
-        """Takes leave of the other ranks and waits a little for theirs.
-
-        A thread that still listens when the interpreter goes down would bring the process down
-        with an ugly message.
-        """
-        if not self._closed:
-            self._closed = True
+        """Takes leave of the other ranks and waits a little for theirs."""
+        if not self._is_closed:
+            self._is_closed = True
             for peer in self.peers:
-                if peer not in self._lost:
-                    with suppress(Exception):  # a peer that is gone needs no goodbye
-                        self.send(peer, Address(Topic.GOODBYE, -1, -1, 0, self.rank))
+                with suppress(Exception):  # a peer that is gone needs no goodbye
+                    self.send(peer, Address(Topic.GOODBYE, -1, -1, 0, self.rank))
         deadline = time.monotonic() + patience
-        for thread in self._threads:
+        for peer, thread in self._threads.items():
+            self._stream(peer).end()
             thread.join(max(0.0, deadline - time.monotonic()))
+            self._stream(peer).close()
 
-    def _post(self, peer: int, buffer: torch.Tensor) -> None:
-        assert self._group is not None
-        unsent = self._unsent[peer]
+    def _stream(self, peer: int) -> Stream:
+        stream = self._streams[peer]
+        assert stream is not None
+        return stream
+
+    def _post(self, peer: int, parts: Sequence[bytes | memoryview]) -> None:
+        stream = self._stream(peer)
         try:
-            while len(unsent) >= _MAX_UNSENT:
-                unsent.popleft()[0].wait()
-            unsent.append((self._group.send([buffer], peer, 0), buffer))
-        except RuntimeError:
+            with self._locks[peer]:
+                for part in parts:
+                    stream.send(part)
+        except OSError as error:
+            if isinstance(error, TimeoutError):
+                raise
             # The peer is gone. What it said before it went is better news than a broken pipe.
-            self._threads[self.peers.index(peer)].join(1.0)
+            self._threads[peer].join(1.0)
             self.check()
-            raise
-        while unsent and unsent[0][0].is_completed():
-            unsent.popleft()
+            raise PeerError(
+                f"rank {peer} is gone: nothing can be sent to it ({error})", rank=peer
+            ) from error
 
     def _listen(self, peer: int) -> None:
-        assert self._group is not None
-        frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
+        stream = self._stream(peer)
+        prefix = bytearray(_PREFIX.size)
         while True:
             try:
-                self._group.recv([frame], peer, 0).wait()
-                address, message = self._read(peer, frame)
-            except Exception as error:  # noqa: BLE001 - whatever gloo raises, the peer is lost
-                self._lost.add(peer)
+                stream.receive_into(memoryview(prefix))
+                address, message = self._read(peer, stream, prefix)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the peer is lost
                 self._lose(peer, f"rank {peer} is gone: the connection to it broke ({error})")
                 return
             if address.topic is Topic.FAILURE:
@@ -268,50 +262,32 @@ class Transport:
                     self.ended[peer] = address.step
             self.put(address, message)
 
-    def _read(self, peer: int, frame: torch.Tensor) -> tuple[Address, Message]:
-        magic, head_bytes, body_bytes, clock = _LAYOUT.unpack(
-            frame[: _LAYOUT.size].numpy().tobytes()
-        )
+    def _read(self, peer: int, stream: Stream, prefix: bytearray) -> tuple[Address, Message]:
+        magic, head_bytes, body_bytes, clock = _PREFIX.unpack(prefix)
         if magic != _MAGIC:
-            raise PeerError(f"rank {peer} sent something that is no message")
-        if _LAYOUT.size + head_bytes + _ALIGNMENT + body_bytes <= _FRAME_BYTES:
-            rest = frame[_LAYOUT.size :].clone()
-        else:
-            rest = _buffer(head_bytes, body_bytes)
-            assert self._group is not None
-            self._group.recv([rest], peer, 0).wait()
+            raise PeerError(f"rank {peer} sent something that is no message", rank=peer)
+        head = bytearray(head_bytes)
+        stream.receive_into(memoryview(head))
         # Sent by a rank of one's own job, which runs the same program: trusted.
-        address, content, metas = pickle.loads(rest[:head_bytes].numpy().tobytes())
-        start = _body_start(head_bytes)
-        offsets, _ = _layout(metas)
-        tensors = [
-            from_bytes(rest, start + offset, meta)
-            for offset, meta in zip(offsets, metas, strict=True)
-        ]
+        address, content, metas = pickle.loads(head)
+        body = torch.empty(body_bytes, dtype=torch.uint8)
+        if body_bytes:
+            stream.receive_into(body.numpy().data)
+        tensors, offset = [], 0
+        for meta in metas:
+            tensors.append(from_bytes(body, offset, meta))
+            offset += _padded(meta.num_bytes)
         topic, *numbers = address
         return Address(Topic(topic), *numbers), Message(content, tensors, clock, body_bytes)
 
     def _lose(self, peer: int, reason: str) -> None:
         with self.arrived:
             self.gone.add(peer)
-            if self.failure is None and not self._closed:
+            if self.failure is None and not self._is_closed:
                 self.failure = PeerError(reason, rank=peer)
             self.arrived.notify_all()
 
 
-def _layout(metas: Sequence[TensorMeta]) -> tuple[list[int], int]:
-    """Aligned offset of each tensor in the body, and the body's length."""
-    offsets, end = [], 0
-    for meta in metas:
-        offsets.append(end)
-        end += -(-meta.num_bytes // _ALIGNMENT) * _ALIGNMENT
-    return offsets, end
-
-
-def _body_start(head_bytes: int) -> int:
-    """Where the body begins after a head of so many bytes; aligned in the receiver's buffer."""
-    return -(-head_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _buffer(head_bytes: int, body_bytes: int) -> torch.Tensor:
-    return torch.empty(head_bytes + _ALIGNMENT + body_bytes, dtype=torch.uint8)
+def _padded(num_bytes: int) -> int:
+    """Bytes that a tensor takes in a message, so that each begins aligned."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

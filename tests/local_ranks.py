@@ -1,4 +1,4 @@
-"""Pipeline ranks as threads of this process: the real engine over a wire made of queues.
+"""Pipeline ranks as threads of this process: the real engine over socket pairs.
 
 A test of the core needs several ranks, but seldom several processes::
 
@@ -14,7 +14,7 @@ here: `worlds.py` is for that.
 """
 
 import copy
-import queue
+import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -31,50 +31,28 @@ from smp_runtime.partitioning import partition
 from smp_runtime.placing import LocalPart, seed_drawing_modules
 from smp_runtime.trace import trace_model
 from smp_runtime.transport import Transport
+from smp_runtime.wire import Stream
 
 TIMEOUT = 20.0
 
 
-class Done:
-    """An operation of a process group that is over when it is waited for."""
-
-    def __init__(self, finish: Callable[[], Any] = lambda: None) -> None:
-        self._finish = finish
-
-    def wait(self, *timeout: Any) -> bool:
-        self._finish()
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-
-class LocalGroup:
-    """What a transport needs of a process group, between threads."""
-
-    def __init__(self, rank: int, channels: Mapping[tuple[int, int], Any]) -> None:
-        self.rank = rank
-        self.channels = channels
-
-    def send(self, buffers: list[Tensor], peer: int, tag: int) -> Done:
-        self.channels[self.rank, peer].put(buffers[0].clone())
-        return Done()
-
-    def recv(self, buffers: list[Tensor], peer: int, tag: int) -> Done:
-        return Done(lambda: buffers[0].copy_(self.channels[peer, self.rank].get()))
-
-
-def local_groups(size: int) -> list[Any]:
-    """Returns one group for each of `size` ranks."""
-    channels = {(a, b): queue.SimpleQueue[Tensor]() for a in range(size) for b in range(size)}
-    return [LocalGroup(rank, channels) for rank in range(size)]
+def local_streams(size: int) -> list[list[Stream | None]]:
+    """Returns for each of `size` ranks its connections to the others."""
+    streams: list[list[Stream | None]] = [[None] * size for _ in range(size)]
+    for a in range(size):
+        for b in range(a + 1, size):
+            near, far = socket.socketpair()
+            streams[a][b], streams[b][a] = Stream(near, b, TIMEOUT), Stream(far, a, TIMEOUT)
+    return streams
 
 
 class LocalRank:
     """One rank: its engine, and its part of a model once there is one."""
 
-    def __init__(self, group: Any, size: int, options: Mapping[str, Any]) -> None:
-        self.transport = Transport(group if size > 1 else None, group.rank, size)
+    def __init__(
+        self, streams: Sequence[Stream | None], rank: int, options: Mapping[str, Any]
+    ) -> None:
+        self.transport = Transport(streams, rank)
         given = {"policy": "interleaved", "active": 4, "timeout": TIMEOUT, **options}
         self.engine = Engine(self.transport, clock=Clock(), **given)
         self.index = self.transport.rank
@@ -134,7 +112,7 @@ def run_ranks(size: int, fn: Callable[[LocalRank], Any], **options: Any) -> list
     Raises:
         BaseException: what a rank raised; an echo of another rank's failure only if nothing else.
     """
-    ranks = [LocalRank(group, size, options) for group in local_groups(size)]
+    ranks = [LocalRank(streams, rank, options) for rank, streams in enumerate(local_streams(size))]
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
 

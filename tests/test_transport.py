@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from smp_runtime.errors import PeerError
 from smp_runtime.transport import Address, Message, Topic, Transport
-from tests.local_ranks import local_groups
+from smp_runtime.wire import connect
+from tests.local_ranks import local_streams
 from tests.worlds import run_world
 
 MEGABYTE = 1024 * 1024
@@ -21,7 +22,9 @@ def data(number: int, source: int = 0, step: int = 1, microbatch: int = 0) -> Ad
 
 
 def pair(**options: Any) -> tuple[Transport, Transport]:
-    first, second = (Transport(group, group.rank, 2, **options) for group in local_groups(2))
+    first, second = (
+        Transport(streams, rank, **options) for rank, streams in enumerate(local_streams(2))
+    )
     return first, second
 
 
@@ -48,9 +51,9 @@ def test_message_brings_content_tensors_and_the_senders_clock() -> None:
 
 
 def test_peers_are_the_others() -> None:
-    assert Transport(None, 0, 1).peers == []
-    group = local_groups(3)[1]
-    assert Transport(group, 1, 3).peers == [0, 2]
+    assert Transport([None], 0).peers == []
+    streams = local_streams(3)[1]
+    assert Transport(streams, 1).peers == [0, 2]
 
 
 def test_tensors_may_change_as_soon_as_they_are_sent() -> None:
@@ -87,7 +90,7 @@ def test_messages_are_found_in_any_order() -> None:
 
 
 def test_every_part_of_an_address_counts() -> None:
-    transport = Transport(None, 0, 1)
+    transport = Transport([None], 0)
     addresses = [
         Address(Topic.DATA, 1, 2, 3, 0),
         Address(Topic.GRADIENT, 1, 2, 3, 0),
@@ -102,7 +105,7 @@ def test_every_part_of_an_address_counts() -> None:
 
 
 def test_taking_removes_and_looking_does_not() -> None:
-    transport = Transport(None, 0, 1)
+    transport = Transport([None], 0)
     message = Message("news", [], 0.0, 0)
     assert not transport.has(data(1))
     transport.put(data(1), message)
@@ -113,14 +116,14 @@ def test_taking_removes_and_looking_does_not() -> None:
 
 
 def test_messages_for_a_body_are_listed() -> None:
-    transport = Transport(None, 0, 1)
+    transport = Transport([None], 0)
     for address in (data(1), data(2), data(1, microbatch=1), data(1, step=2)):
         transport.put(address, Message(None, [], 0.0, 0))
     assert [address for address, _ in transport.arrived_for(1, 0)] == [data(1), data(2)]
 
 
 def test_dropping_a_step_forgets_it_and_earlier_ones() -> None:
-    transport = Transport(None, 0, 1)
+    transport = Transport([None], 0)
     kept = [data(1, step=3), data(1, step=-1)]  # of the next step, and of none
     dropped = [data(1, step=0), data(1, step=1), data(1, step=2)]
     for address in (*kept, *dropped):
@@ -130,7 +133,7 @@ def test_dropping_a_step_forgets_it_and_earlier_ones() -> None:
 
 
 def test_waiting_ends_at_the_first_message_or_after_the_time() -> None:
-    transport = Transport(None, 0, 1)
+    transport = Transport([None], 0)
     assert not transport.wait_any([data(1)], 0.01)
     threading.Timer(0.05, transport.put, (data(2), Message(None, [], 0.0, 0))).start()
     assert transport.wait_any([data(1), data(2)], 10.0)
@@ -157,8 +160,7 @@ def test_what_arrived_before_a_failure_can_be_taken() -> None:
 
 
 def test_the_first_failure_stays() -> None:
-    groups = local_groups(3)
-    here, *others = (Transport(group, group.rank, 3) for group in groups)
+    here, *others = (Transport(streams, rank) for rank, streams in enumerate(local_streams(3)))
     others[0].fail("first")
     await_true(lambda: here.failure)
     others[1].fail("second")
@@ -206,9 +208,10 @@ def test_the_end_of_a_step_is_noted_and_its_message_kept() -> None:
 
 
 def test_what_is_no_message_is_a_failure_of_its_sender() -> None:
-    group, other = local_groups(2)
-    transport = Transport(group, 0, 2)
-    other.send([torch.ones(2048, dtype=torch.uint8)], 0, 0)
+    streams, other = local_streams(2)
+    transport = Transport(streams, 0)
+    assert other[0] is not None
+    other[0].send(bytes([1]) * 2048)
     with pytest.raises(PeerError, match="something that is no message") as caught:
         transport.wait_any([data(1)], 10.0)
     assert caught.value.rank == 1
@@ -237,7 +240,7 @@ def test_the_wire_keeps_types_and_layouts_and_takes_large_messages_both_ways() -
 
     def body() -> dict[str, torch.Tensor]:
         rank = dist.get_rank()
-        transport = Transport(dist.new_group(backend="gloo"), rank, 2)
+        transport = Transport(connect(dist.group.WORLD, rank, 2, 20.0), rank)
         peer = 1 - rank
         transport.send(peer, data(2, rank), None, [large + rank])
         transport.send(peer, data(3, rank), None, [large - rank])
