@@ -101,3 +101,27 @@ def test_dropout_that_is_off_does_not_draw():
     model = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.0))
     assert trace_model(model, (X,)).drawing_modules == {"0"}
     assert trace_model(model.eval(), (X,)).drawing_modules == frozenset()
+
+
+class OwnGenerators(nn.Module):
+    """Draws from generators of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.torch = torch.Generator().manual_seed(3)
+        self.python = random.Random(3)
+        self.numpy = [np.random.RandomState(3), np.random.default_rng(3)]
+        self.linear = nn.Linear(4, 4)
+
+    def draw(self) -> list[float]:
+        drawn = [torch.rand(1, generator=self.torch).item(), self.python.random()]
+        return drawn + [float(generator.uniform()) for generator in self.numpy]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) if sum(self.draw()) > 0 else x
+
+
+def test_generators_of_the_model_are_put_back():
+    model = OwnGenerators()
+    assert trace_model(model, (X,)).source == "fake"
+    assert model.draw() == OwnGenerators().draw()

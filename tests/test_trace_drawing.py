@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from smp_runtime.partitioning import Partition, partition
 from smp_runtime.trace import Trace, trace_model
 
 X = torch.zeros(2, 4)
@@ -64,6 +65,50 @@ def test_random_skipping_is_traced_and_does_not_depend_on_the_random_state(draw,
     expected = {"", *(f"blocks.{i}.1" for i in range(8))}
     expected |= {f"blocks.{i}{part}" for i in skipped for part in ("", ".0")}
     assert trace.drawing_modules == expected
+
+
+def test_what_was_skipped_is_placed_once_and_shown():
+    model = Skipping(random.random)
+    result = partition(trace_model(model, (X,)).root, 4)
+    assert result.assignment == {f"blocks.{i}": i // 2 for i in range(8)}
+    for i in range(8):
+        assert f"main/blocks/{i}: {i // 2} " in result.table()
+
+
+def test_what_a_flag_leaves_out_is_placed():
+    class Flagged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+            self.extra = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+            self.last = nn.Linear(4, 4)
+            self.uses_all = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers if self.uses_all else self.layers[:1]:
+                x = layer(x)
+            return self.last(self.extra(x) if self.uses_all else x)
+
+    model = Flagged()
+    with_all_called = Flagged()
+    with_all_called.uses_all = True
+    for degree in (2, 4, 8):
+        mine, theirs = (
+            partition(trace_model(each, (X,)).root, degree) for each in (model, with_all_called)
+        )
+        assert mine.rank_of == theirs.rank_of == tuple(range(degree))
+        assert covered(model, mine) == dict(model.named_parameters()).keys()
+
+
+def covered(model: nn.Module, made: Partition) -> set[str]:
+    """The parameters of the placed modules; fails where one is placed twice."""
+    names = [
+        f"{path}.{name}"
+        for path in made.assignment
+        for name, _ in model.get_submodule(path).named_parameters()
+    ]
+    assert len(names) == len(set(names))
+    return set(names)
 
 
 def seed_all(seed: int) -> None:
