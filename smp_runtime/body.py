@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -86,6 +88,7 @@ class Body:
         self.last_origin = "the beginning of the body"
         self.backward_depth = sys.maxsize
         self.num_backwards = 0
+        self.compute_seconds = 0.0
         self._loss_scale = loss_scale
         self._number = 0
         self._num_cuts = 0
@@ -113,6 +116,15 @@ class Body:
     def address(self, topic: Topic, number: int, source: int) -> Address:
         """Returns the address of one of this body's messages."""
         return Address(topic, self.engine.step, self.microbatch, number, source)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Counts the time inside as computation, for the step's report."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.compute_seconds += time.perf_counter() - begun
 
     # -- values ------------------------------------------------------------------------------
 
@@ -416,7 +428,8 @@ class Body:
             if gradient is not None:
                 edges.append(root.edge)
                 gradients.append(gradient)
-        run_backward(edges, gradients)
+        with self.computing():
+            run_backward(edges, gradients)
         for leaf in segment.leaves:
             if leaf.source == self.rank:
                 self._cut_gradients[leaf.transfer] = leaf.gradient

@@ -122,7 +122,8 @@ class Call:
             if self.placed.has_hooks:
                 for name, module in self.placed.modules:
                     self._watch_hooks(stack, name, module)
-            output = self.native(*args, **kwargs)
+            with body.computing():
+                output = self.native(*args, **kwargs)
         report = self._report(output, versions, before)
         self._announce(key, number, report)
         return self._finish(report)

@@ -163,6 +163,7 @@ class Engine:
             set_host_random_state(saved)
             self.report.wall = time.perf_counter() - begun
             self.report.clock = self.clock.now - self.clock.started
+            self.report.compute = sum(run.body.compute_seconds for run in self._runs)
             self.max_in_flight = self._turns.max_in_flight
         return results
 

@@ -220,10 +220,11 @@ class _Operation:
         used = [body.local(tensor, value, self.depth) for tensor, value in self.operands]
         places = iter(used)
         args, kwargs = map_tensors(lambda _: next(places), (tuple(self.args), dict(self.kwargs)))
-        if draws(self.func):
-            with body.streams.draw():
-                return used, self.func(*args, **kwargs)
-        return used, self.func(*args, **kwargs)
+        with body.computing():
+            if draws(self.func):
+                with body.streams.draw():
+                    return used, self.func(*args, **kwargs)
+            return used, self.func(*args, **kwargs)
 
     def _note_changes(self, used: list[torch.Tensor]) -> None:
         for index, meta in self.effect.changed:

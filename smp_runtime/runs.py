@@ -58,12 +58,15 @@ class StepReport:
     Attributes:
         wall: from the first body's start to the last result.
         busy: bodies were running.
+        compute: the part of `busy` inside placed modules, operations on owned tensors and backward
+            passes; the rest is glue.
         clock: the same as `wall` on the emulated clock, 0 unless `emulate_clock` is on.
         spans: begin and end of each stretch of running, relative to the start, with its action.
     """
 
     wall: float = 0.0
     busy: float = 0.0
+    compute: float = 0.0
     clock: float = 0.0
     spans: list[tuple[str, float, float]] = field(default_factory=list)
 
