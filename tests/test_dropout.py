@@ -101,12 +101,17 @@ def outcomes(subject: Subject, degree: int, cases: list[Case]) -> list[Outcome]:
 @pytest.mark.parametrize("subject", SUBJECTS, ids=str)
 def test_losses_are_bit_equal_at_every_degree(subject: Subject) -> None:
     cases = [Case(3, "interleaved"), Case(3, "simple")]
-    reference = outcomes(subject, 1, cases[:1])[0]
-    flat = sum(reference.losses, [])
+    expected = outcomes(subject, 1, cases[:1])[0].losses
+    flat = sum(expected, [])
     assert len(set(flat)) == len(flat)  # microbatches and steps differ in what they draw
+    # The gradients of a shared weight are summed in an order that depends on where its users are,
+    # so after the first update its last bit may differ.
+    num_exact = 1 if subject.name in ("gpt2", "t5", "opt") else len(expected)
     for degree in (2, 4):
         for case, outcome in zip(cases, outcomes(subject, degree, cases), strict=True):
-            assert outcome.losses == reference.losses, (degree, case)
+            assert outcome.losses[:num_exact] == expected[:num_exact], (degree, case)
+            found = sum(outcome.losses, [])
+            assert found == pytest.approx(flat, rel=1e-6), (degree, case)
 
 
 def test_the_seed_decides() -> None:
