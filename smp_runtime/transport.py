@@ -247,15 +247,12 @@ class Transport:
                 stream.receive_into(memoryview(prefix))
                 address, message = self._read(peer, stream, prefix)
             except Exception as error:  # noqa: BLE001 - whatever it is, the peer is lost
-                self._lose(peer, f"rank {peer} is gone: the connection to it broke ({error})")
+                # After this rank's own goodbye a broken connection is no news. A failure is.
+                reason = f"rank {peer} is gone: the connection to it broke ({error})"
+                self._lose(peer, None if self._is_closed else reason)
                 return
-            if address.topic is Topic.FAILURE:
+            if address.topic in (Topic.FAILURE, Topic.GOODBYE):
                 self._lose(peer, message.content)
-                return
-            if address.topic is Topic.GOODBYE:
-                with self.arrived:
-                    self.gone.add(peer)
-                    self.arrived.notify_all()
                 return
             if address.topic is Topic.END:
                 with self.arrived:
@@ -280,10 +277,11 @@ class Transport:
         topic, *numbers = address
         return Address(Topic(topic), *numbers), Message(content, tensors, clock, body_bytes)
 
-    def _lose(self, peer: int, reason: str) -> None:
+    def _lose(self, peer: int, reason: str | None) -> None:
+        """Notes that a peer is gone, and why if that is a failure."""
         with self.arrived:
             self.gone.add(peer)
-            if self.failure is None and not self._is_closed:
+            if reason is not None and self.failure is None:
                 self.failure = PeerError(reason, rank=peer)
             self.arrived.notify_all()
 
