@@ -186,7 +186,10 @@ class Config(BaseModel):
     @property
     def resolved_active_microbatches(self) -> int:
         """The most microbatches in flight at once, with the default filled in."""
-        wish = self.active_microbatches or self.pipeline_parallel_degree + 2
+        degree = self.pipeline_parallel_degree
+        # A looped pipeline needs more in flight to fill: each rank has several stages.
+        default = max(degree + 2, 2 * degree) if self.stages_per_rank > 1 else degree + 2
+        wish = self.active_microbatches or default
         return min(wish, self.microbatches)
 
 

@@ -22,6 +22,7 @@ from .partitioning import Partition, partition
 from .placing import LocalPart, named_state, seed_drawing_modules, to_device
 from .remote_gradients import RemoteGradients
 from .runtime import current
+from .schedule import plan
 from .shared_parameters import SharedGradients
 from .state import full_state_dict, load_into
 from .trace import trace_model
@@ -246,15 +247,30 @@ class DistributedModel(Wrapper):
                 for name, module in self.get_module().named_modules()
                 if id(module) in self._runtime.manual
             }
+        degree = config.pipeline_parallel_degree
         return partition(
             root,
-            config.pipeline_parallel_degree,
+            degree,
             stages_per_rank=config.stages_per_rank,
             memory_weight=config.memory_weight,
             tied=config.tied_weights,
+            num_in_flight=self._num_in_flight(degree * config.stages_per_rank),
             pinned=pinned,
             default_partition=None if config.auto_partition else config.default_partition,
         )
+
+    def _num_in_flight(self, num_stages: int) -> Callable[[int], int]:
+        """How many microbatches each stage of a chain holds at once, by the schedule."""
+        config = self._runtime.config
+        ranks = [stage % config.pipeline_parallel_degree for stage in range(num_stages)]
+        made = plan(
+            ranks,
+            config.microbatches,
+            active=config.resolved_active_microbatches,
+            policy=config.pipeline,
+        )
+        # A ring has a stage more than the chain that was planned.
+        return lambda stage: made.peak_stashed(min(stage, num_stages - 1))
 
     def register_post_partition_hook(self, hook: _Hook) -> RemovableHandle:
         """Calls ``hook(model, optimizer)`` once the model is partitioned."""

@@ -18,7 +18,7 @@ from . import device
 from .clock import Clock
 from .config import Config, load_config
 from .engine import Engine
-from .errors import ConfigError, UsageError
+from .errors import ConfigError, PeerError, UsageError
 from .groups import Groups, start_distributed
 from .placement import Axis, Coordinates, Placement
 from .transport import Transport
@@ -112,7 +112,8 @@ def init(config: Mapping[str, Any] | str | Path | None = None) -> None:
     def report_first(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        if _runtime is not None:
+        # What another rank caused is no news to the others.
+        if _runtime is not None and not isinstance(error, PeerError):
             text = "".join(traceback.format_exception(kind, error, trace))
             _runtime.transport.fail(f"rank {_runtime.here.pp_rank} failed outside a step\n{text}")
         previous(kind, error, trace)

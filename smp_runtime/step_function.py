@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 from . import device, rng
+from .errors import PeerError
 from .microbatch import Splitter, join
 from .runtime import Runtime, current
 from .step_inputs import Call, share_inputs
@@ -85,6 +86,8 @@ class StepFunction:
 
 
 def _tell(runtime: Runtime, error: Exception) -> None:
+    if isinstance(error, PeerError):
+        return  # the others know
     trace = "".join(traceback.format_exception(error))
     report = f"rank {runtime.here.pp_rank}, step {runtime.engine.step}, outside the bodies"
     runtime.transport.fail(f"{report}\n{trace}")
