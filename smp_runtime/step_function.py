@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 from . import device, rng
-from .errors import PeerError
+from .body import current_body
+from .errors import PeerError, UsageError
 from .microbatch import Splitter, join
 from .runtime import Runtime, current
 from .step_inputs import Call, share_inputs
@@ -41,10 +42,13 @@ class StepFunction:
             per microbatch for any other leaf; the same on all ranks of the pipeline group.
 
         Raises:
+            UsageError: called inside another step function.
             MicrobatchError: the arguments can't be split; on every rank, before anything ran.
             PeerError: another rank failed; says how.
         """
         runtime = current()
+        if current_body() is not None:
+            raise UsageError("a step function was called inside another one; call it outside")
         engine = runtime.engine
         engine.begin_step()
         try:
