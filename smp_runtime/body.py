@@ -15,18 +15,19 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from . import device
-from .errors import NotSupportedError, PathMismatchError, UsageError
+from .backward_pass import BackwardPass
+from .copies import Copies
+from .errors import NotSupportedError, UsageError
 from .rng import RandomStreams
-from .segments import Segments, run_backward
+from .segments import Segments
 from .tensors import TensorMeta, meta_of
 from .transport import Address, Message, Topic, Transport
-from .trees import iter_tensors, map_tensors
-from .values import Cell, Fresh, StandIn, Value, tag, tag_of
+from .trees import iter_tensors
+from .values import Cell, Operand, StandIn, Value, tag, tag_of
 
 if TYPE_CHECKING:
     from .analysis import Analyser
@@ -57,13 +58,6 @@ class Scheduler(Protocol):
         """Takes a message that is there."""
 
 
-class Operand(NamedTuple):
-    """A tensor in the arguments of a call, and its value if it is owned."""
-
-    tensor: torch.Tensor
-    value: Value | None
-
-
 class Body:
     """The state of one microbatch of one step on this rank.
 
@@ -72,6 +66,17 @@ class Body:
         microbatch: position among the step's microbatches.
         loss_scale: what a backward pass starts from instead of 1.
         streams: the random streams of this microbatch.
+
+    Attributes:
+        glue: watches the operations of this body.
+        copies: what moves between ranks.
+        segments: its part of the autograd graph.
+        backward_pass: runs that backwards.
+        backward_depth: the segment whose backward runs or waits; all deeper ones are over.
+        num_backwards: how many backward passes it has begun.
+        digest: of the path that it took so far; equal on all ranks.
+        last_origin: the last thing on that path.
+        compute_seconds: time spent in placed modules, owned operations and backward passes.
     """
 
     def __init__(
@@ -89,11 +94,10 @@ class Body:
         self.backward_depth = sys.maxsize
         self.num_backwards = 0
         self.compute_seconds = 0.0
-        self._loss_scale = loss_scale
+        self.copies = Copies(self)
+        self.segments = Segments()
+        self.backward_pass = BackwardPass(self, loss_scale)
         self._number = 0
-        self._num_cuts = 0
-        self._segments = Segments()
-        self._cut_gradients: dict[int, torch.Tensor | None] = {}
         self._stages: dict[int, int] = {}
         self._static: dict[int, Value] = {}
         # By identity, and with the storage, so that an identity can't be given to another one.
@@ -145,7 +149,7 @@ class Body:
                     "live inside one module"
                 )
             # Kept by the user from another body: the same owner, a new number.
-            kept = self._adopt(tensor, value.owner, value.meta, "a tensor of an earlier body")
+            kept = self.adopt(tensor, value.owner, value.meta, "a tensor of an earlier body")
             kept.base = value.base
             return kept
         owner = self.engine.ownership.owner_of(tensor)
@@ -165,7 +169,7 @@ class Body:
                 return value
         if tensor.requires_grad and tensor.is_leaf:
             # Every rank made this leaf; its gradient must come together on one of them.
-            return self._adopt(tensor, 0, meta_of(tensor), "a leaf made in the body")
+            return self.adopt(tensor, 0, meta_of(tensor), "a leaf made in the body")
         return None
 
     def new_value(
@@ -181,109 +185,11 @@ class Body:
         tag(made, value)
         return made
 
-    def _adopt(self, tensor: torch.Tensor, owner: int, meta: TensorMeta, origin: str) -> Value:
+    def adopt(self, tensor: torch.Tensor, owner: int, meta: TensorMeta, origin: str) -> Value:
+        """Says that a tensor is a value of a rank."""
         value = self.new_value(owner, meta, 0, origin)
         tag(tensor, value)
         return value
-
-    # -- transfers ---------------------------------------------------------------------------
-
-    def depth_at(self, operands: Sequence[Operand], target: int) -> int:
-        """Returns the segment in which an operation on `target` belongs."""
-        depth = 0
-        if torch.is_grad_enabled():
-            for _, value in operands:
-                if value is not None and value.meta.requires_grad:
-                    depth = max(depth, value.depth + (value.owner != target))
-        return depth
-
-    def move(self, operands: Sequence[Operand], target: int) -> list[Address]:
-        """Moves what `target` lacks; every rank calls this and does its part.
-
-        Returns:
-            On the target, the messages to wait for. Elsewhere nothing.
-        """
-        pending = []
-        for tensor, value in operands:
-            if value is None or value.owner == target:
-                continue
-            carries = torch.is_grad_enabled() and value.meta.requires_grad
-            fresh = self._now(value)
-            if fresh in (value.copies.get((target, carries)), value.copies.get((target, True))):
-                continue
-            transfer = self.next_number(value.origin)
-            value.copies[target, carries] = fresh
-            if self.rank == value.owner:
-                self._send(tensor, value, transfer, target, carries)
-            elif self.rank == target:
-                address = self.address(Topic.DATA, transfer, value.owner)
-                pending.append(address)
-                value.awaited[carries] = address
-        return pending
-
-    def _send(
-        self, tensor: torch.Tensor, value: Value, transfer: int, target: int, carries: bool
-    ) -> None:
-        real = self.base(tensor, value)
-        if carries:
-            self._segments.add_root(value.depth, real, transfer, target)
-        address = self.address(Topic.DATA, transfer, self.rank)
-        content = (value.origin, value.meta.shape, value.meta.dtype)
-        self.engine.transport.send(target, address, content, [real.detach()])
-
-    def base(self, tensor: torch.Tensor, value: Value) -> torch.Tensor:
-        """Returns the real tensor of a value that this rank owns."""
-        return tensor if value.base is None else value.base
-
-    def local(self, tensor: torch.Tensor, value: Value | None, depth: int) -> torch.Tensor:
-        """Returns the real tensor to compute with at `depth` on this rank, after `move`."""
-        if value is None:
-            return tensor
-        carries = torch.is_grad_enabled() and value.meta.requires_grad
-        if value.owner == self.rank:
-            real, real_depth = self.base(tensor, value), value.depth
-        else:
-            real, real_depth = self._copy(value, carries), value.depth + 1
-        if not carries or real_depth == depth:
-            return real
-        key = (depth, True)
-        kept = value.aliases.get(key)
-        if kept is not None and kept[0] == self._now(value):
-            return kept[1]
-        self._num_cuts -= 1  # cuts are this rank's own affair: numbers of their own, below zero
-        self._segments.add_root(real_depth, real, self._num_cuts, self.rank)
-        # `data`, not `detach`: beginning a graph counts as a write, which must not be counted
-        # against what autograd saved of `real`. Real writes are, in `note_change`.
-        alias = self._segments.add_leaf(depth, real.data, self._num_cuts, self.rank)
-        value.aliases[key] = (self._now(value), alias)
-        return alias
-
-    def _now(self, value: Value) -> Fresh:
-        return Fresh(value.cell.num_writes, self.num_backwards)
-
-    def _copy(self, value: Value, carries: bool) -> torch.Tensor:
-        for wanted in (carries, True):
-            kept = value.aliases.get((value.depth + 1, wanted))
-            if kept is not None and kept[0] == self._now(value):
-                return kept[1]
-        address = value.awaited.pop(carries)
-        message = self.engine.receive(address)
-        self._check_edge(value, message, address)
-        data = message.tensors[0].to(device.local(value.meta.device))
-        if carries:
-            data = self._segments.add_leaf(value.depth + 1, data, address.number, value.owner)
-        value.aliases[value.depth + 1, carries] = (self._now(value), data)
-        return data
-
-    def _check_edge(self, value: Value, message: Message, address: Address) -> None:
-        expected = (value.origin, value.meta.shape, value.meta.dtype)
-        if message.content != expected:
-            raise PathMismatchError(
-                f"microbatch {self.microbatch}, transfer {address.number}: rank {address.source} "
-                f"sent {_edge(message.content)}, but rank {self.rank} expects {_edge(expected)}. "
-                "Every rank must take the same path through the step; look for a branch that "
-                "depends on the rank, on time, or on random numbers drawn outside the step"
-            )
 
     def note_stage(self, depth: int, stage: int) -> None:
         """Notes that a module of `stage` ran in the segment at `depth`."""
@@ -334,7 +240,7 @@ class Body:
             value.depth = depth
         if self.rank == target and used is not None and used is not tensor:
             if value.owner == self.rank and not tensor.is_meta and type(tensor) is torch.Tensor:
-                torch.autograd.graph.increment_version(self.base(tensor, value))
+                torch.autograd.graph.increment_version(self.copies.base(tensor, value))
             value.base = used
 
     def new_result(
@@ -361,112 +267,6 @@ class Body:
         tag(real, value)
         return real
 
-    # -- backward ----------------------------------------------------------------------------
-
-    def backward(self, tensors: Sequence[torch.Tensor], gradients: Sequence[Any]) -> None:
-        """Runs this microbatch's backward pass, on this rank its own segments.
-
-        Raises:
-            UsageError: nothing to differentiate, or transfers of the loss were closed by an
-                earlier call in the same body.
-        """
-        loss_edges: dict[int, list[tuple[Any, torch.Tensor]]] = {}
-        for operand, gradient in zip(self.operands(tensors), gradients, strict=True):
-            tensor, value = operand
-            if value is None and self.size == 1 and tensor.requires_grad:
-                value = self._adopt(tensor, self.rank, meta_of(tensor), "the loss")
-            if value is None or not value.meta.requires_grad:
-                raise UsageError(
-                    "model.backward got a tensor that does not depend on any parameter "
-                    f"({meta_of(tensor).describe()}, requires_grad False); pass the loss"
-                )
-            if value.epoch < self.num_backwards:
-                raise UsageError(
-                    "model.backward was called before for this microbatch, and this loss was "
-                    "computed before that call; add the losses and call it once"
-                )
-            if value.owner == self.rank:
-                real = self.base(tensor, value)
-                edge = torch.autograd.graph.get_gradient_edge(real)
-                loss_edges.setdefault(value.depth, []).append((edge, self._seed(real, gradient)))
-        self.num_backwards += 1
-        for depth in sorted({*self._segments.depths(), *loss_edges}, reverse=True):
-            self._run_segment(depth, loss_edges.get(depth, []))
-        self.backward_depth = -1
-
-    def _seed(self, loss: torch.Tensor, gradient: Any) -> torch.Tensor:
-        # The loss is scaled here, by what its gradient starts from, so that no pass over the
-        # gradients is needed afterwards.
-        if gradient is None:
-            if loss.numel() != 1:
-                raise UsageError(
-                    f"model.backward got a tensor of shape {tuple(loss.shape)}; pass a scalar "
-                    "loss, or the output gradients as grad_tensors"
-                )
-            return torch.full_like(loss, self._loss_scale)
-        scaled: torch.Tensor = gradient * self._loss_scale
-        return gradient if self._loss_scale == 1.0 else scaled
-
-    def _run_segment(self, depth: int, loss: list[tuple[Any, torch.Tensor]]) -> None:
-        segment = self._segments.pop(depth)
-        addresses = [
-            self.address(Topic.GRADIENT, root.transfer, root.user)
-            for root in segment.roots
-            if root.user != self.rank
-        ]
-        self.engine.enter_backward(self, depth, addresses)
-        edges = [edge for edge, _ in loss]
-        gradients = [gradient for _, gradient in loss]
-        for root in segment.roots:
-            if root.user == self.rank:
-                gradient = self._cut_gradients.pop(root.transfer)
-            else:
-                message = self.engine.receive(
-                    self.address(Topic.GRADIENT, root.transfer, root.user)
-                )
-                gradient = message.tensors[0] if message.tensors else None
-            if gradient is not None:
-                edges.append(root.edge)
-                gradients.append(gradient)
-        with self.computing():
-            run_backward(edges, gradients)
-        for leaf in segment.leaves:
-            if leaf.source == self.rank:
-                self._cut_gradients[leaf.transfer] = leaf.gradient
-            else:
-                address = self.address(Topic.GRADIENT, leaf.transfer, self.rank)
-                sent = [] if leaf.gradient is None else [leaf.gradient]
-                self.engine.transport.send(leaf.source, address, None, sent)
-            leaf.gradient = None
-
-    # -- the end -----------------------------------------------------------------------------
-
-    def export(self, result: Any, detach: bool) -> tuple[Any, list[Address]]:
-        """Sends the owned tensors of the body's result to all ranks.
-
-        Returns:
-            The result with `Exported` in place of tensors that are still to come, and the
-            messages that bring them.
-        """
-        pending: list[Address] = []
-
-        def ship(tensor: torch.Tensor) -> Any:
-            value = self.value_of(tensor)
-            if value is None:
-                return tensor.detach() if detach else tensor
-            number = self.next_number("a result")
-            if value.owner != self.rank:
-                pending.append(self.address(Topic.DATA, number, value.owner))
-                return Exported(pending[-1], value.meta.device)
-            real = self.base(tensor, value)
-            address = self.address(Topic.DATA, number, self.rank)
-            for peer in self.engine.transport.peers:
-                self.engine.transport.send(peer, address, None, [real.detach()])
-            # A fresh object: the result outlives the body and must not carry its tag.
-            return real.detach() if detach or not real.requires_grad else real.view_as(real)
-
-        return map_tensors(ship, result), pending
-
 
 _thread = threading.local()
 
@@ -479,20 +279,3 @@ def current_body() -> Body | None:
 def set_current_body(body: Body | None) -> None:
     """Says which body runs in this thread."""
     _thread.body = body
-
-
-class Exported:
-    """The place of a tensor that another rank will send."""
-
-    __slots__ = ("address", "device")
-
-    def __init__(self, address: Address, device: torch.device) -> None:
-        self.address = address
-        self.device = device
-
-
-def _edge(content: Any) -> str:
-    if not isinstance(content, tuple) or len(content) != 3:
-        return repr(content)
-    origin, shape, dtype = content
-    return f"{origin} ({str(dtype).removeprefix('torch.')}{list(shape)})"

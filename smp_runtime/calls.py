@@ -65,7 +65,7 @@ class Call:
         self.arguments = (args, dict(kwargs))
         self.origin = f"the output of {placed.path or 'the model'}"
         self.operands = body.operands(self.arguments)
-        self.depth = body.depth_at(self.operands, placed.owner)
+        self.depth = body.copies.depth_at(self.operands, placed.owner)
         self.table: list[torch.Tensor] = []
         self.num_numbered = 0
         self.hooks: list[HookCall] = []
@@ -75,7 +75,7 @@ class Call:
     def run(self) -> Any:
         """Runs the call on its rank and hands out the same things on every rank."""
         body, placed = self.body, self.placed
-        pending = body.move(self.operands, placed.owner)
+        pending = body.copies.move(self.operands, placed.owner)
         number = body.next_number(placed.path)
         key = self._key()
         if placed.owner != body.rank:
@@ -111,7 +111,9 @@ class Call:
 
     def _compute(self, key: Any, number: int) -> Any:
         body = self.body
-        self.used = [body.local(tensor, value, self.depth) for tensor, value in self.operands]
+        self.used = [
+            body.copies.local(tensor, value, self.depth) for tensor, value in self.operands
+        ]
         self.same = {id(tensor): i for i, tensor in reversed(list(enumerate(self.used)))}
         versions = [_version(tensor) for tensor in self.used]
         places = iter(self.used)

@@ -22,9 +22,10 @@ import torch
 
 from . import device
 from .analysis import Analyser
-from .body import Body, Exported, set_current_body
+from .body import Body, set_current_body
 from .clock import Clock
 from .errors import PeerError, SMPError, WaitTimeoutError
+from .export import Exported, export
 from .failure import drawn, locate
 from .glue import GlueMode
 from .ownership import Ownership
@@ -297,7 +298,7 @@ class Engine:
                 body.streams.seed_body()
                 with body.glue:
                     result = function(*call[0], **call[1])
-                run.result, run.addresses = body.export(result, detach)
+                run.result, run.addresses = export(body, result, detach)
             run.num_done = len(run.path)
         except Abandoned:
             pass

@@ -21,12 +21,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from .analysis import Effect, New, Same, fill
-from .body import Body, Operand, current_body
+from .body import Body, current_body
 from .errors import NotSupportedError, PathMismatchError, UsageError
 from .rng import draws
 from .tensors import meta_of
 from .transport import Topic
 from .trees import freeze, iter_tensors, map_tensors, thaw
+from .values import Operand
 
 _log = logging.getLogger("smp_runtime")
 
@@ -179,11 +180,11 @@ class _Operation:
         self.effect = effect
         self.origin = _name(func)
         self.target = self._choose()
-        self.depth = body.depth_at(operands, self.target)
+        self.depth = body.copies.depth_at(operands, self.target)
 
     def run(self) -> Any:
         """Moves the operands, runs the operation on its rank, and makes its results."""
-        pending = self.body.move(self.operands, self.target)
+        pending = self.body.copies.move(self.operands, self.target)
         is_here = self.target == self.body.rank
         used: list[torch.Tensor] = []
         out: Any = None
@@ -217,7 +218,7 @@ class _Operation:
 
     def _compute(self) -> tuple[list[torch.Tensor], Any]:
         body = self.body
-        used = [body.local(tensor, value, self.depth) for tensor, value in self.operands]
+        used = [body.copies.local(tensor, value, self.depth) for tensor, value in self.operands]
         places = iter(used)
         args, kwargs = map_tensors(lambda _: next(places), (tuple(self.args), dict(self.kwargs)))
         with body.computing():

@@ -165,7 +165,7 @@ class DistributedModel(Wrapper):
             )
         self._has_run_backward = True
         with body.glue.suspended():
-            body.backward(losses, gradients)
+            body.backward_pass.run(losses, gradients)
 
     def begin_step(self) -> SharedGradients | None:
         """Called by the step before the bodies run."""

@@ -120,6 +120,13 @@ class Value:
         return self.cell.owner
 
 
+class Operand(NamedTuple):
+    """A tensor in the arguments of a call, and its value if it is owned."""
+
+    tensor: torch.Tensor
+    value: Value | None
+
+
 class StandIn(torch.Tensor):
     """A tensor of another rank: shape, type and device without data.
 

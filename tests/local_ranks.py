@@ -98,7 +98,7 @@ def backward(*losses: Tensor) -> None:
     body = current_body()
     assert body is not None
     with body.glue.suspended():
-        body.backward(losses, [None] * len(losses))
+        body.backward_pass.run(losses, [None] * len(losses))
 
 
 def run_ranks(size: int, fn: Callable[[LocalRank], Any], **options: Any) -> list[Any]:
