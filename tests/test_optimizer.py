@@ -1,0 +1,169 @@
+"""An optimizer steps on this rank's parameters and is otherwise the user's own."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+
+import smp_runtime as smp
+from smp_runtime.errors import UsageError
+from smp_runtime.optimizer import keep_local
+from tests.subjects import Subject, chain
+from tests.transparency import build, make_batch, make_optimizer, plain
+from tests.worlds import run_world
+
+SUBJECT = Subject("chain", chain)
+
+
+class Part:
+    """The local part of a model on a rank that holds some tensors."""
+
+    def __init__(self, *local: Tensor) -> None:
+        self.local = local
+
+    def is_local(self, tensor: Tensor) -> bool:
+        return any(tensor is mine for mine in self.local)
+
+
+def keep(optimizer: torch.optim.Optimizer, *local: Tensor) -> None:
+    part: Any = Part(*local)
+    keep_local(optimizer, part)
+
+
+def test_groups_keep_their_settings_and_this_ranks_parameters() -> None:
+    a, b, c = (nn.Parameter(torch.zeros(1)) for _ in range(3))
+    optimizer = torch.optim.AdamW(
+        [{"params": [a, b], "lr": 0.5}, {"params": [c], "weight_decay": 0.0}], lr=0.1
+    )
+    keep(optimizer, b)
+    assert [group["params"] for group in optimizer.param_groups] == [[b], []]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
+    assert optimizer.param_groups[1]["weight_decay"] == 0.0
+
+
+def test_state_of_other_ranks_parameters_is_dropped() -> None:
+    a, b = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+    optimizer = torch.optim.SGD([a, b], lr=0.1, momentum=0.9)
+    a.grad, b.grad = torch.ones(1), torch.ones(1)
+    optimizer.step()
+    keep(optimizer, a)
+    assert list(optimizer.state) == [a]
+
+
+def test_it_needs_a_runtime() -> None:
+    with pytest.raises(UsageError, match=r"smp\.init\(\)"):
+        smp.DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
+
+
+@smp.step
+def train(model: Any, batch: Any) -> Tensor:
+    loss = SUBJECT.loss(model, batch)
+    model.backward(loss)
+    return loss
+
+
+def start() -> Any:
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    return smp.DistributedModel(build(SUBJECT))
+
+
+def trained(model: Any, optimizer: torch.optim.Optimizer, num_steps: int = 3) -> dict[str, Tensor]:
+    for index in range(num_steps):
+        optimizer.zero_grad()
+        train(model, make_batch(SUBJECT, 2, index))
+        optimizer.step()
+    return {name: held.detach().clone() for name, held in model.local_named_parameters()}
+
+
+@pytest.mark.world
+def test_wrapped_at_any_time_it_trains_as_in_one_process() -> None:
+    def wrapped_late() -> dict[str, Tensor]:
+        model = start()
+        optimizer = smp.DistributedOptimizer(make_optimizer(model.parameters()))
+        return trained(model, optimizer)
+
+    def wrapped_first() -> dict[str, Tensor]:
+        smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+        module = build(SUBJECT)
+        optimizer = smp.DistributedOptimizer(make_optimizer(module.parameters()))
+        return trained(smp.DistributedModel(module), optimizer)
+
+    def wrapped_after_the_first_step() -> dict[str, Tensor]:
+        model = start()
+        with torch.no_grad():
+            evaluate(model, make_batch(SUBJECT, 2, 0))
+        optimizer = smp.DistributedOptimizer(make_optimizer(model.parameters()))
+        return trained(model, optimizer)
+
+    def body() -> list[dict[str, Tensor]]:
+        results = []
+        for run in (wrapped_late, wrapped_first, wrapped_after_the_first_step):
+            results.append(run())
+            smp.shutdown()
+        return results
+
+    expected = plain(SUBJECT, 2).parameters
+    for by_run in zip(*run_world(2, body), strict=True):
+        assert {name for found in by_run for name in found} == set(expected)
+        for found in by_run:
+            for name, tensor in found.items():
+                torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=2e-6)
+
+
+@smp.step
+def evaluate(model: Any, batch: Any) -> Tensor:
+    return SUBJECT.loss(model, batch)
+
+
+@pytest.mark.world
+def test_it_is_still_the_users_optimizer() -> None:
+    def body() -> Any:
+        model = start()
+        given = torch.optim.AdamW(model.parameters(), lr=1.0)
+        optimizer = smp.DistributedOptimizer(given)
+        assert optimizer is given
+        assert smp.DistributedOptimizer(optimizer) is given
+        assert isinstance(optimizer, torch.optim.AdamW)
+        assert type(optimizer).__name__ == "AdamW"
+        assert type(optimizer).__module__ == torch.optim.AdamW.__module__
+        scheduler = StepLR(optimizer, step_size=1, gamma=0.5)
+        rates = []
+        for index in range(3):
+            train(model, make_batch(SUBJECT, 2, index))
+            optimizer.step()
+            scheduler.step()
+            rates.append(scheduler.get_last_lr()[0])
+        later = LambdaLR(optimizer, lambda epoch: 0.25)
+        assert all(model_holds(model, held) for held in optimizer.state)
+        return rates, later.get_last_lr(), len(optimizer.state)
+
+    first, second = run_world(2, body)
+    assert first[:2] == second[:2] == ([0.5, 0.25, 0.125], [0.25])
+    assert first[2] > 0
+    assert second[2] > 0
+    assert first[2] + second[2] == len(list(build(SUBJECT).parameters()))
+
+
+def model_holds(model: Any, tensor: Tensor) -> bool:
+    return any(tensor is held for held in model.local_parameters())
+
+
+@pytest.mark.world
+def test_a_rank_without_parameters_steps_harmlessly() -> None:
+    def body() -> Any:
+        model = start()
+        last = model.get_module()[-1].bias
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD([last], lr=0.1, momentum=0.9))
+        scheduler = StepLR(optimizer, step_size=1, gamma=0.5)
+        train(model, make_batch(SUBJECT, 2, 0))
+        closed = optimizer.step(lambda: 3.5)
+        optimizer.zero_grad()
+        scheduler.step()
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(state)
+        return [len(group["params"]) for group in optimizer.param_groups], closed, len(
+            state["state"])  # fmt: skip
+
+    assert run_world(2, body) == [([0], 3.5, 0), ([1], 3.5, 1)]
