@@ -260,6 +260,7 @@ def _is_plain(template: Any) -> bool:
         return all(_is_plain(item) for item in template)
     if isinstance(template, dict):
         return all(_is_plain(item) for item in template.values())
+    # No strings: those are made of data, as `print` shows.
     return template is None or isinstance(
-        template, (Slot, bool, int, float, str, torch.dtype, torch.device, torch.layout)
+        template, (Slot, bool, int, float, torch.dtype, torch.device, torch.layout)
     )

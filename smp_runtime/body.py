@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from .reports import Reports
 
 
+_LEAF = "a leaf outside the model"
+
+
 class Scheduler(Protocol):
     """What a body needs of the engine."""
 
@@ -142,14 +145,16 @@ class Body:
         if value is not None:
             if value.scope is self:
                 return value
-            if getattr(value.scope, "step", None) == self.step:
+            is_leaf = value.origin == _LEAF
+            if getattr(value.scope, "step", None) == self.step and not is_leaf:
                 raise UsageError(
                     f"microbatch {self.microbatch} uses {value.origin} of another microbatch of "
                     "the same step; what one microbatch leaves for the next must be detached and "
                     "live inside one module"
                 )
             # Kept by the user from another body: the same owner, a new number.
-            kept = self.adopt(tensor, value.owner, value.meta, "a tensor of an earlier body")
+            origin = _LEAF if is_leaf else "a tensor of an earlier body"
+            kept = self.adopt(tensor, value.owner, value.meta, origin)
             kept.base = value.base
             return kept
         owner = self.engine.ownership.owner_of(tensor)
@@ -169,7 +174,7 @@ class Body:
                 return value
         if tensor.requires_grad and tensor.is_leaf:
             # Every rank made this leaf; its gradient must come together on one of them.
-            return self.adopt(tensor, 0, meta_of(tensor), "a leaf made in the body")
+            return self.adopt(tensor, 0, meta_of(tensor), _LEAF)
         return None
 
     def new_value(

@@ -121,8 +121,9 @@ class Copies:
             raise PathMismatchError(
                 f"microbatch {address.microbatch}, transfer {address.number}: rank "
                 f"{address.source} sent {_edge(message.content)}, but rank {self._body.rank} "
-                f"expects {_edge(expected)}. Every rank must take the same path through the step; look for a "
-                "branch that depends on the rank, on time, or on random numbers drawn outside the step"
+                f"expects {_edge(expected)}. Every rank must take the same path through the step; "
+                "look for a branch that depends on the rank, on time, or on random numbers drawn "
+                "outside the step"
             )
 
 

@@ -99,6 +99,12 @@ class DistributedModel(Wrapper):
                 to_device(tensor)
             broadcast_state(module, runtime)
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Converts what is here; what lives elsewhere only changes its type, and nothing moves."""
+        if self._remote_gradients is not None:
+            self._remote_gradients.clear()
+        return super()._apply(fn, recurse)
+
     # -- the step ----------------------------------------------------------------------------
 
     @property

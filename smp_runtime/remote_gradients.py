@@ -61,14 +61,22 @@ class RemoteGradients:
     """The place-holders for all parameters of other ranks, made once."""
 
     def __init__(self, module: nn.Module, part: LocalPart) -> None:
-        self._remote = [
-            (parameter, RemoteGradient(parameter))
+        self._remote = {
+            parameter: RemoteGradient(parameter)
             for parameter in module.parameters()
             if not part.is_local(parameter)
-        ]
+        }
 
     def mark(self) -> None:
         """Puts them where the parameters may have their gradients."""
-        for parameter, gradient in self._remote:
+        for parameter, gradient in self._remote.items():
             if parameter.requires_grad and parameter.grad is None:
+                if gradient.dtype != parameter.dtype:
+                    gradient = self._remote[parameter] = RemoteGradient(parameter)
                 parameter.grad = gradient
+
+    def clear(self) -> None:
+        """Takes them away, before a conversion of the model would stumble over them."""
+        for parameter in self._remote:
+            if isinstance(parameter.grad, RemoteGradient):
+                parameter.grad = None

@@ -68,15 +68,16 @@ def load_into(module: nn.Module, entries: Mapping[str, Any], strict: bool) -> An
         problems.append(f"missing keys: {', '.join(missing)}")
     if strict and unexpected:
         problems.append(f"unexpected keys: {', '.join(unexpected)}")
-    with torch.no_grad():
-        for key in sorted(local & entries.keys()):
-            if entries[key].shape != state[key].shape:
-                problems.append(
-                    f"{key} has shape {tuple(entries[key].shape)} in the state dict and "
-                    f"{tuple(state[key].shape)} in the model"
-                )
-            elif not problems:
-                state[key].copy_(entries[key])
+    given = sorted(local & entries.keys())
+    problems += [
+        f"{key} has shape {tuple(entries[key].shape)} in the state dict and "
+        f"{tuple(state[key].shape)} in the model"
+        for key in given
+        if entries[key].shape != state[key].shape
+    ]
     if problems:
         raise RuntimeError(f"Error(s) in loading state_dict: {'; '.join(problems)}")
+    with torch.no_grad():
+        for key in given:
+            state[key].copy_(entries[key])
     return nn.modules.module._IncompatibleKeys(missing, unexpected)

@@ -41,12 +41,15 @@ def share_inputs(engine: Engine, call: Call, seed: int) -> tuple[Call, int]:
     address = Address(Topic.INPUTS, engine.step, -1, 0, 0)
     if transport.rank == 0:
         tensors: list[torch.Tensor] = []
+        places: dict[int, int] = {}
 
         def refer(obj: Any) -> int | None:
             if not isinstance(obj, torch.Tensor):
                 return None
-            tensors.append(obj)
-            return len(tensors) - 1
+            if id(obj) not in places:
+                places[id(obj)] = len(tensors)
+                tensors.append(obj)
+            return places[id(obj)]
 
         frozen = freeze(_without_own(call, ()), refer)
         grads = [tensor.requires_grad for tensor in tensors]
