@@ -213,6 +213,17 @@ def test_training_and_evaluation_may_return_other_things() -> None:
     assert run(more_in_training, glue) == [[[2, 1, 2]]] * 2
 
 
+def test_a_module_may_be_frozen_and_thawed_between_calls() -> None:
+    def glue(model: Any, x: Tensor) -> list[bool]:
+        required = []
+        for is_trained in (True, False, True):
+            model.part.requires_grad_(is_trained)
+            required.append(model.part(x).requires_grad)
+        return required
+
+    assert run(layer, glue) == [[[True, False, True]]] * 2
+
+
 def test_a_structure_that_changes_with_the_data_is_an_error() -> None:
     def maybe(part: Part, x: Tensor) -> Any:
         return part.layer(x) if x.sum() > 10 else None
