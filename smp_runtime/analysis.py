@@ -19,7 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .tensors import TensorMeta, meta_of
-from .trees import is_container, map_tensors
+from .trees import LEAF_TYPES, is_container, map_tensors
 
 _MAX_KEPT = 8192
 
@@ -227,6 +227,11 @@ def signature(
         positions: a number for each tensor by identity, to stand in its place.
         opaque: what to put in the place of other things than containers and numbers.
     """
+    kind = type(obj)
+    if kind is int or kind is bool or kind is float:
+        return kind, obj  # 1, 1.0 and True are equal, but promote differently
+    if kind in LEAF_TYPES:
+        return obj
     if isinstance(obj, torch.Tensor):
         return Ellipsis, positions[id(obj)]
     if isinstance(obj, (tuple, list)):
@@ -239,8 +244,6 @@ def signature(
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         fields = {field.name: getattr(obj, field.name, None) for field in dataclasses.fields(obj)}
         return type(obj), signature(fields, positions, opaque)
-    if isinstance(obj, (bool, int, float)):
-        return type(obj), obj  # 1, 1.0 and True are equal, but promote differently
     return opaque(obj)
 
 

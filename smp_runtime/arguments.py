@@ -10,9 +10,7 @@ import torch
 from torch import nn
 
 from .analysis import signature
-from .trees import is_container
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, type)
+from .trees import LEAF_TYPES, is_container
 
 
 class Change(NamedTuple):
@@ -38,7 +36,7 @@ def comparable(arguments: Any, positions: Mapping[int, int]) -> Any:
 
 def opaque_arguments(obj: Any) -> list[Any]:
     """The arguments, or parts of them, that each rank has an object of its own for."""
-    if isinstance(obj, (torch.Tensor, *_PLAIN)):
+    if type(obj) in LEAF_TYPES or isinstance(obj, (torch.Tensor, type)):
         return []
     if isinstance(obj, dict):
         obj = list(obj.values())
@@ -62,7 +60,7 @@ def holds_values(obj: Any, arguments: list[Any]) -> bool:
 
 def mutable_arguments(obj: Any) -> Iterator[Any]:
     """Yields the lists, dicts, sets and objects in arguments, which a call might change."""
-    if isinstance(obj, (torch.Tensor, nn.Module, slice, *_PLAIN)):
+    if type(obj) in LEAF_TYPES or isinstance(obj, (torch.Tensor, nn.Module, slice, type)):
         return
     if isinstance(obj, tuple):
         for item in obj:
@@ -117,6 +115,6 @@ def apply_change(mutable: Any, content: Any) -> None:
 
 
 def _type_of_opaque(leaf: Any) -> Any:
-    if isinstance(leaf, _PLAIN):
+    if type(leaf) in LEAF_TYPES or isinstance(leaf, type):
         return leaf
     return type(leaf).__module__, type(leaf).__qualname__

@@ -84,15 +84,27 @@ class GlueMode(TorchFunctionMode):
         if not self.is_active:
             yield
             return
+        num_above = self.suspend()
+        try:
+            yield
+        finally:
+            self.resume(num_above)
+
+    def suspend(self) -> int:
+        """Stops watching until `resume`; returns how many modes the user put above this one."""
         above = []
         while (mode := torch._C._pop_torch_function_stack()) is not self:
             above.append(mode)
         _push(above)
         self.is_active = False
-        try:
-            yield
-        finally:
-            _resume(self, len(above))
+        return len(above)
+
+    def resume(self, num_above: int) -> None:
+        """Watches again, below as many of the user's modes as before."""
+        above = [torch._C._pop_torch_function_stack() for _ in range(num_above)]
+        torch._C._push_on_torch_function_stack(self)
+        self.is_active = True
+        _push(above)
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
@@ -318,13 +330,6 @@ def watch_autograd_functions() -> None:
 def _push(modes: list[Any]) -> None:
     for mode in reversed(modes):
         torch._C._push_on_torch_function_stack(mode)
-
-
-def _resume(mode: GlueMode, num_above: int) -> None:
-    above = [torch._C._pop_torch_function_stack() for _ in range(num_above)]
-    torch._C._push_on_torch_function_stack(mode)
-    mode.is_active = True
-    _push(above)
 
 
 def _name(func: Callable[..., Any]) -> str:

@@ -51,7 +51,10 @@ def _intercept(native: Callable[..., Any]) -> Callable[..., Any]:
         if body is None or not body.glue.is_active:
             return native(self, *args, **kwargs)
         run = functools.partial(native, self)
-        with body.glue.suspended():
+        num_above = body.glue.suspend()
+        try:
             return Call(body, self.__dict__[_PLACED], run, args, kwargs).run()
+        finally:
+            body.glue.resume(num_above)
 
     return entry

@@ -21,6 +21,24 @@ import torch
 T = TypeVar("T")
 
 
+LEAF_TYPES = frozenset(
+    {
+        type(None),
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.Size,
+    }
+)
+"""Types that are never a container and never hold a tensor."""
+
+
 def is_container(obj: object) -> bool:
     """Says whether `map_tensors` looks inside `obj`."""
     return (
@@ -60,6 +78,8 @@ def map_instances(kind: type[T], replace: Callable[[T], Any], obj: Any) -> Any:
     """
     if isinstance(obj, kind):
         return replace(obj)
+    if type(obj) in LEAF_TYPES:
+        return obj
     if isinstance(obj, (tuple, list)):
         parts = [map_instances(kind, replace, item) for item in obj]
         if all(new is old for new, old in zip(parts, obj, strict=True)):
@@ -94,19 +114,33 @@ def _map_dataclass(kind: type[T], replace: Callable[[T], Any], obj: Any) -> Any:
 
 def iter_tensors(obj: Any) -> Iterator[torch.Tensor]:
     """Yields the tensors of a nest in the order in which `map_tensors` visits them."""
+    found: list[torch.Tensor] = []
+    _collect(obj, found)
+    return iter(found)
+
+
+def _collect(obj: Any, found: list[torch.Tensor]) -> None:
+    # This runs for every operation of the glue: what is most frequent is tested first.
+    kind = type(obj)
+    if kind in LEAF_TYPES:
+        return
     if isinstance(obj, torch.Tensor):
-        yield obj
-    elif isinstance(obj, (tuple, list, set)):
+        found.append(obj)
+    elif kind is tuple or kind is list:
         for item in obj:
-            yield from iter_tensors(item)
+            _collect(item, found)
+    elif kind is slice:
+        for end in (obj.start, obj.stop, obj.step):
+            _collect(end, found)
     elif is_dict(obj):
         for item in obj.values():
-            yield from iter_tensors(item)
-    elif isinstance(obj, slice):
-        yield from iter_tensors((obj.start, obj.stop, obj.step))
+            _collect(item, found)
+    elif isinstance(obj, (tuple, list, set)):
+        for item in obj:
+            _collect(item, found)
     elif dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         for field in dataclasses.fields(obj):
-            yield from iter_tensors(getattr(obj, field.name, None))
+            _collect(getattr(obj, field.name, None), found)
 
 
 def freeze(obj: Any, refer: Callable[[Any], Any]) -> bytes:
