@@ -1,0 +1,49 @@
+"""Owners of parameters, buffers and modules."""
+
+import torch
+from torch import nn
+
+from smp_runtime.ownership import Ownership, PlacedModule, keeps_nothing
+
+
+class Own(nn.Linear):
+    """A module of the user's."""
+
+
+def test_owners_are_known_by_identity() -> None:
+    ownership = Ownership(2)
+    weight, twin = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    ownership.own(weight, 1)
+    assert ownership.owner_of(weight) == 1
+    assert ownership.owner_of(twin) is None
+    assert [(id(tensor), owner) for tensor, owner in ownership.tensors()] == [(id(weight), 1)]
+
+
+def test_the_first_word_counts() -> None:
+    ownership = Ownership(2)
+    weight = torch.zeros(2)
+    ownership.own(weight, 1)
+    ownership.own(weight, 0)
+    assert ownership.owner_of(weight) == 1
+
+
+def test_what_is_on_meta_looks_as_on_its_owner() -> None:
+    meta = Ownership(2).meta_of(torch.empty(2, 3, device="meta", dtype=torch.bfloat16))
+    assert meta.device.type != "meta"
+    assert meta.describe() == "bfloat16[2, 3]"
+
+
+def test_hooks_of_a_placed_module_or_inside_it_are_seen() -> None:
+    module = nn.Sequential(nn.Linear(1, 1))
+    placed = PlacedModule("x", 0, 0, tuple(module.named_modules()), ())
+    assert not placed.has_hooks
+    handle = module[0].register_forward_hook(lambda *args: None)
+    assert placed.has_hooks
+    handle.remove()
+    module.register_forward_pre_hook(lambda *args: None)
+    assert placed.has_hooks
+
+
+def test_torchs_own_modules_keep_nothing() -> None:
+    assert keeps_nothing(nn.Linear(1, 1))
+    assert not keeps_nothing(Own(1, 1))
