@@ -14,9 +14,11 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import smp_runtime as smp
 from tests.subjects import Block, Subject, linear
 from tests.transformer_subjects import GPT2, LLAMA, T5, causal, own_loss, translation
 from tests.transparency import Case, Outcome, train_on_ranks
+from tests.worlds import run_world
 
 pytestmark = pytest.mark.world
 
@@ -124,9 +126,6 @@ def test_the_seed_decides() -> None:
 
 
 def test_numbers_drawn_outside_the_step_are_left_alone() -> None:
-    import smp_runtime as smp
-    from tests.worlds import run_world
-
     def body() -> list[float]:
         smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
         model = smp.DistributedModel(DropoutBetween())

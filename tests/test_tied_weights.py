@@ -181,21 +181,26 @@ def test_replicas_of_a_pipeline_average_their_gradients(schedule: str) -> None:
             optimizer.step()
         return smp.dp_rank(), losses, copies(model.local_named_parameters())
 
+    expected, reference = two_plain_replicas()
+    for replica, losses, parameters in run_world(4, body):
+        assert losses == pytest.approx(expected[replica], rel=1e-6)
+        compare_named(f"replica {replica}", reference, parameters, TOLERANCE)
+
+
+def two_plain_replicas() -> tuple[list[list[float]], dict[str, Any]]:
+    """Returns the losses of two replicas that train as one, and the parameters at the end."""
     model = build(TIED)
     optimizer = make_optimizer(model.parameters())
-    expected: list[list[float]] = [[], []]
+    losses: list[list[float]] = [[], []]
     for index in range(NUM_STEPS):
         optimizer.zero_grad()
         for replica in range(2):
             batch = make_batch(TIED, 4, 10 * replica + index)
             loss = sum(TIED.loss(model, microbatch_of(batch, 4, i)) for i in range(4)) / 4
             torch.autograd.backward(loss / 2)
-            expected[replica].append(loss.item())
+            losses[replica].append(loss.item())
         optimizer.step()
-    reference = copies(model.named_parameters(remove_duplicate=False))
-    for replica, losses, parameters in run_world(4, body):
-        assert losses == pytest.approx(expected[replica], rel=1e-6)
-        compare_named(f"replica {replica}", reference, parameters, TOLERANCE)
+    return losses, copies(model.named_parameters(remove_duplicate=False))
 
 
 def test_one_module_called_at_two_depths_is_no_copy() -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+import smp_runtime as smp
 from tests.subjects import Batch, Subject
 from tests.worlds import run_world
 
@@ -121,10 +122,8 @@ def shared_names(model: nn.Module) -> list[set[str]]:
     return list(names.values())
 
 
-def partitioned(subject: Subject, degree: int, case: Case) -> Outcome:
-    """Trains a subject on this rank of a pipeline. Only pipeline rank 0 has the data."""
-    import smp_runtime as smp
-
+def start(subject: Subject, degree: int, case: Case) -> Any:
+    """Starts the runtime and returns the subject's model, wrapped and placed."""
     pins = subject.pins(build(subject), degree)
     manual = {"auto_partition": False, "default_partition": 0} if pins else {}
     smp.init(
@@ -137,6 +136,14 @@ def partitioned(subject: Subject, degree: int, case: Case) -> Outcome:
             **dict(case.settings),
         }
     )
+    model = smp.DistributedModel(build(subject))
+    for path, partition in pins.items():
+        smp.set_partition(model.get_module().get_submodule(path), partition)
+    return model
+
+
+def partitioned(subject: Subject, degree: int, case: Case) -> Outcome:
+    """Trains a subject on this rank of a pipeline. Only pipeline rank 0 has the data."""
 
     @smp.step
     def train_step(model: Any, batch: Batch) -> Tensor:
@@ -144,9 +151,7 @@ def partitioned(subject: Subject, degree: int, case: Case) -> Outcome:
         model.backward(loss)
         return loss
 
-    model = smp.DistributedModel(build(subject))
-    for path, partition in pins.items():
-        smp.set_partition(model.get_module().get_submodule(path), partition)
+    model = start(subject, degree, case)
     optimizer = smp.DistributedOptimizer(make_optimizer(model.parameters()))
     outcome = Outcome()
     for step in range(NUM_STEPS):
