@@ -25,7 +25,7 @@ from shape import PRESETS, Shape
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], prog="make bench")
     add = parser.add_argument
-    add("--preset", choices=PRESETS, default="small", help="8 layers x 256, or x 512")
+    add("--preset", choices=PRESETS, default="small", help="8 layers x 256, x 512, or 4 x 32")
     add("--pairs", type=int, default=5, metavar="N", help="turns of each contestant")
     add("--steps", type=int, default=2, metavar="N", help="steps of a turn")
     add("--microbatches", type=numbers, default=[4, 8], metavar="N,N")
@@ -66,7 +66,7 @@ def compare(shape: Shape, m: int, args: argparse.Namespace, console: Console) ->
 def main() -> None:
     args = options()
     # Wide enough for the tables where the output is a file.
-    console = Console(width=None if Console().is_terminal else 190)
+    console = Console(width=None if Console().is_terminal else 180)
     console.print(f"{processor()}, torch {torch.__version__}, one thread per rank")
     shape = replace(PRESETS[args.preset], optimizer=args.optimizer, is_tied=not args.untied)
     for vocabulary in args.vocabularies:

@@ -79,16 +79,28 @@ def show_contestants(teams: Teams, m: int, console: Console) -> None:
             f"{team.seconds_to_first_step:.1f}",
             f"{team.steps[-1].losses[-1]:.6f}",
         )
-    small = ratio(teams, WHOLE, ONE) if WHOLE in teams else float("nan")
-    table.caption = (
-        f"ideal bound: 2m/(m+1) = {ideal:.3f} x {ONE} with the same microbatch size\n"
-        f"reachable bound: ideal x {both:.3f} of 2, which two processes reach together"
-        f" = {ideal * both / 2:.3f};\n  x {small:.3f} for the smaller microbatch ="
-        f" {ideal * both / 2 * small:.3f} over one process with the whole batch\n"
-        f"extra: CPU time above that of {TOGETHER}, per microbatch and rank\n"
-        f"turns: {len(teams[ONE].steps)}; load of the machine: {load()}"
-    )
+    table.caption = explain(teams, ideal, both)
     console.print(table)
+
+
+def explain(teams: Teams, ideal: float, both: float) -> str:
+    text = (
+        f"x one: throughput over {ONE} with the same microbatch size; its ideal: 2m/(m+1) = "
+        f"{ideal:.3f}\nreachable: ideal x what two processes reach together, {both:.3f} of 2 = "
+        f"{ideal * both / 2:.3f}"
+    )
+    if WHOLE in teams:
+        small = ratio(teams, WHOLE, ONE)
+        text += (
+            f"; x {small:.3f} for the smaller microbatch = {ideal * both / 2 * small:.3f} over "
+            "one process with the whole batch"
+        )
+    return (
+        f"{text}\nours is: so many times faster than this one, turn by turn\nemulated: by CPU "
+        "time, as if each rank had a core of its own and transfers were free\nextra: CPU time "
+        f"above that of {TOGETHER}, per microbatch and rank\nturns: {len(teams[ONE].steps)}; load "
+        f"of the machine: {load()}"
+    )
 
 
 def cpu(step: Step) -> float:

@@ -26,7 +26,11 @@ class Shape:
         return replace(self, vocabulary=vocabulary)
 
 
-PRESETS = {"small": Shape(), "large": Shape(width=512, sequence_length=256)}
+PRESETS = {
+    "small": Shape(),
+    "large": Shape(width=512, sequence_length=256),
+    "tiny": Shape(num_layers=4, width=32, sequence_length=16),  # shows overhead, and tries the code
+}
 
 
 def make_model(shape: Shape) -> GPT2LMHeadModel:

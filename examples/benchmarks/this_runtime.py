@@ -54,7 +54,7 @@ def build(job: Job) -> Trainer:
             "wall": report.wall,
             "busy": report.busy,
             "emulated": report.clock + seconds["around"],
-            "compute": getattr(report, "compute", 0.0),
+            "compute": report.compute,
             "num_layers": layers_by_stage(model, job.shape.num_layers),
         }
 
