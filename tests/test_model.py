@@ -278,8 +278,8 @@ def test_types_may_change_before_and_after_the_partitioning() -> None:
         model.to(torch.float64)
         first = evaluate(model, TOKENS).concat()
         train(model, TOKENS)
-        model.zero_grad()
         assert model.to(torch.bfloat16) is model
+        model.zero_grad()
         assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
         second = evaluate(model, TOKENS).concat()
         train(model, TOKENS)

@@ -8,7 +8,6 @@ from torch import nn
 
 from smp_runtime.errors import UsageError
 from smp_runtime.remote_gradients import RemoteGradient, RemoteGradients
-from smp_runtime.wrapping import Wrapper
 
 
 class SecondElsewhere:
@@ -119,7 +118,8 @@ def test_marks_follow_a_change_of_type() -> None:
 def test_a_marked_model_can_be_converted() -> None:
     model, gradients = make()
     gradients.mark()
-    Wrapper(model, model).to(torch.bfloat16)
+    gradients.clear()
+    model.to(torch.bfloat16)
     assert model[1].weight.dtype == model[0].weight.dtype == torch.bfloat16
     gradients.mark()
     assert isinstance(model[1].weight.grad, RemoteGradient)

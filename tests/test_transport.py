@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,10 +22,27 @@ def data(number: int, source: int = 0, step: int = 1, microbatch: int = 0) -> Ad
     return Address(Topic.DATA, step, microbatch, number, source)
 
 
+OPENED: list[Transport] = []
+
+
+@pytest.fixture(autouse=True)
+def close() -> Iterator[None]:
+    """Closes what `group` opened."""
+    yield
+    while OPENED:
+        OPENED.pop().close(patience=0.0)
+
+
+def group(size: int, **options: Any) -> list[Transport]:
+    """Returns the transports of some connected ranks."""
+    streams = local_streams(size)
+    made = [Transport(mine, rank, **options) for rank, mine in enumerate(streams)]
+    OPENED.extend(made)
+    return made
+
+
 def pair(**options: Any) -> tuple[Transport, Transport]:
-    first, second = (
-        Transport(streams, rank, **options) for rank, streams in enumerate(local_streams(2))
-    )
+    first, second = group(2, **options)
     return first, second
 
 
@@ -52,8 +70,7 @@ def test_message_brings_content_tensors_and_the_senders_clock() -> None:
 
 def test_peers_are_the_others() -> None:
     assert Transport([None], 0).peers == []
-    streams = local_streams(3)[1]
-    assert Transport(streams, 1).peers == [0, 2]
+    assert group(3)[1].peers == [0, 2]
 
 
 def test_tensors_may_change_as_soon_as_they_are_sent() -> None:
@@ -160,7 +177,7 @@ def test_what_arrived_before_a_failure_can_be_taken() -> None:
 
 
 def test_the_first_failure_stays() -> None:
-    here, *others = (Transport(streams, rank) for rank, streams in enumerate(local_streams(3)))
+    here, *others = group(3)
     others[0].fail("first")
     await_true(lambda: here.failure)
     others[1].fail("second")
@@ -208,13 +225,15 @@ def test_the_end_of_a_step_is_noted_and_its_message_kept() -> None:
 
 
 def test_what_is_no_message_is_a_failure_of_its_sender() -> None:
-    streams, other = local_streams(2)
+    streams, (other, _) = local_streams(2)
     transport = Transport(streams, 0)
-    assert other[0] is not None
-    other[0].send(bytes([1]) * 2048)
+    OPENED.append(transport)
+    assert other is not None
+    other.send(bytes([1]) * 2048)
     with pytest.raises(PeerError, match="something that is no message") as caught:
         transport.wait_any([data(1)], 10.0)
     assert caught.value.rank == 1
+    other.close()
 
 
 TENSORS = {
