@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .errors import UsageError
+from .rng import SeededDraws
 from .segments import run_backward
 from .tensors import meta_of
 from .transport import Topic
@@ -96,7 +98,11 @@ class BackwardPass:
             if gradient is not None:
                 edges.append(root.edge)
                 gradients.append(gradient)
-        with body.computing():
+        with ExitStack() as stack:
+            stack.enter_context(body.in_backward())
+            if body.streams.has_drawn:
+                # What is recomputed in this pass draws again, also outside drawing modules.
+                stack.enter_context(SeededDraws(body.streams))
             run_backward(edges, gradients)
         for leaf in segment.leaves:
             if leaf.source == body.rank:

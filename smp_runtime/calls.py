@@ -34,7 +34,7 @@ from .body import Body
 from .errors import NotSupportedError, PathMismatchError
 from .ownership import PlacedModule
 from .reports import HookCall, Report, differences
-from .tensors import TensorMeta, meta_of
+from .tensors import TensorMeta, meta_of, version_of
 from .transport import Address, Topic
 from .trees import freeze, iter_tensors, map_tensors, thaw
 from .values import StandIn
@@ -104,6 +104,7 @@ class Call:
             torch.is_grad_enabled(),
             autocast_state(),
             self.placed.modules[0][1].training,
+            self.placed.kinds_of_parameters(),
             hooks,
         )
 
@@ -115,7 +116,7 @@ class Call:
             body.copies.local(tensor, value, self.depth) for tensor, value in self.operands
         ]
         self.same = {id(tensor): i for i, tensor in reversed(list(enumerate(self.used)))}
-        versions = [_version(tensor) for tensor in self.used]
+        versions = [version_of(tensor) for tensor in self.used]
         places = iter(self.used)
         args, kwargs = map_tensors(lambda _: next(places), self.arguments)
         given = (*args, *kwargs.values())
@@ -135,7 +136,7 @@ class Call:
         changed = tuple(
             (index, meta_of(tensor))
             for index, (tensor, version) in enumerate(zip(self.used, versions, strict=True))
-            if self.same[id(tensor)] == index and _version(tensor) != version
+            if self.same[id(tensor)] == index and version_of(tensor) != version
         )
         returned = template_of(output, self._slot)
         varies = False
@@ -331,7 +332,3 @@ def _put_back(hooks: dict[int, Any], identity: int, hook: Any) -> None:
 def _key_address(key: Any, owner: int) -> Address:
     digest = blake2b(repr(key).encode(), digest_size=8).digest()
     return Address(Topic.STRUCTURE, -1, -1, int.from_bytes(digest, "big"), owner)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version

@@ -57,6 +57,11 @@ def seed_generators(seed: int) -> None:
         torch.cuda.manual_seed(seed)
 
 
+def bookmark() -> int:
+    """Returns the seed that the CPU's generator got last; part of its state."""
+    return torch.default_generator.initial_seed()
+
+
 def synchronize() -> None:
     """Waits until the device has done what was asked of it."""
     if has_accelerator():

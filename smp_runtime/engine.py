@@ -41,6 +41,7 @@ from .turns import Turns
 
 _SUSPICION = 0.2
 _MAX_AHEAD = 2
+_LEARNING_STEPS = 2
 _EMULATED_PATIENCE = 30.0
 
 
@@ -60,7 +61,6 @@ class Engine:
         plan: the plan of the last step, None before the model is partitioned.
         max_in_flight: how many microbatches held activations at once in the last step, at most.
         module_names: names of the model's modules by identity, for messages.
-        swaps_numpy: whether bodies draw from NumPy's generator.
     """
 
     def __init__(
@@ -74,7 +74,6 @@ class Engine:
         self.step = 0
         self.report = StepReport()
         self.module_names: dict[int, str] = {}
-        self.swaps_numpy = False
         self.plan: Plan | None = None
         self.max_in_flight = 0
         self._policy: Policy = policy
@@ -146,7 +145,7 @@ class Engine:
             lambda state, run=run, call=call: self._live(run, state, function, call, detach)
             for run, call in zip(self._runs, calls, strict=True)
         ]
-        saved = host_random_state()
+        saved = host_random_state(), device.random_state()
         begun = time.perf_counter()
         self.clock.start()
         self.report = StepReport()
@@ -161,7 +160,8 @@ class Engine:
             self._abort(error)
             raise
         finally:
-            set_host_random_state(saved)
+            set_host_random_state(saved[0])
+            device.set_random_state(saved[1])
             self.report.wall = time.perf_counter() - begun
             self.report.clock = self.clock.now - self.clock.started
             self.report.compute = sum(run.body.compute_seconds for run in self._runs)
@@ -267,7 +267,9 @@ class Engine:
 
     def _suspend(self, run: Run, action: Action | None, addresses: Sequence[Address]) -> None:
         run.action, run.addresses, run.state = action, addresses, "waiting"
-        saved = host_random_state(with_numpy=self.swaps_numpy)
+        saved = host_random_state(), device.random_state()
+        if self.step <= _LEARNING_STEPS:
+            self.reports.look_around(self.ownership.placed.values())
         attributes = self.reports.kept_attributes()
         self.clock.pause()
         self._idle.release()
@@ -276,7 +278,8 @@ class Engine:
             raise Abandoned
         self.clock.resume()
         # Another body ran meanwhile: this one must find the world as it left it.
-        set_host_random_state(saved)
+        set_host_random_state(saved[0])
+        device.set_random_state(saved[1])
         for module, name, kept in attributes:
             vars(module)[name] = kept
         run.state = "running"
@@ -295,7 +298,7 @@ class Engine:
         self.clock.resume()
         try:
             with contextlib.nullcontext() if state is None else state.restored():
-                body.streams.seed_body()
+                body.streams.begin()
                 with body.glue:
                     result = function(*call[0], **call[1])
                 run.result, run.addresses = export(body, result, detach)

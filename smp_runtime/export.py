@@ -6,9 +6,12 @@ from typing import Any
 
 import torch
 
+from .arguments import opaque_arguments
 from .body import Body
+from .errors import NotSupportedError
 from .transport import Address, Topic
-from .trees import map_tensors
+from .trees import iter_tensors, map_tensors
+from .values import tag_of
 
 
 class Exported:
@@ -30,6 +33,8 @@ def export(body: Body, result: Any, detach: bool) -> tuple[Any, list[Address]]:
     """
     pending: list[Address] = []
 
+    check_objects(result)
+
     def ship(tensor: torch.Tensor) -> Any:
         value = body.value_of(tensor)
         if value is None:
@@ -46,3 +51,18 @@ def export(body: Body, result: Any, detach: bool) -> tuple[Any, list[Address]]:
         return real.detach() if detach or not real.requires_grad else real.view_as(real)
 
     return map_tensors(ship, result), pending
+
+
+def check_objects(result: Any) -> None:
+    """Refuses objects whose tensors would be missing on the ranks that don't own them.
+
+    Raises:
+        NotSupportedError: an object that is no container holds tensors of this body.
+    """
+    for item in opaque_arguments(result):
+        held = iter_tensors(dict(getattr(item, "__dict__", {})))
+        if any(tag_of(tensor) is not None for tensor in held):
+            raise NotSupportedError(
+                f"the step returned a {type(item).__name__} that holds tensors; return them in a "
+                "tuple, list, dict or dataclass, which every rank can be given"
+            )

@@ -24,7 +24,7 @@ from .analysis import Effect, New, Same, fill
 from .body import Body, current_body
 from .errors import NotSupportedError, PathMismatchError, UsageError
 from .rng import draws
-from .tensors import meta_of
+from .tensors import TensorMeta, meta_of, version_of
 from .transport import Topic
 from .trees import freeze, iter_tensors, map_tensors, thaw
 from .values import Operand
@@ -191,6 +191,7 @@ class _Operation:
         self.operands = operands
         self.effect = effect
         self.origin = _name(func)
+        self.versions: list[int] = []
         self.target = self._choose()
         self.depth = body.copies.depth_at(operands, self.target)
 
@@ -209,7 +210,7 @@ class _Operation:
         if not self.effect.known:
             return self._ask(used, out)
         reals = list(iter_tensors(out)) if is_here else []
-        self._note_changes(used)
+        self._note_changes(self.effect.changed, used)
         results = [
             self._result(index, outcome, reals) for index, outcome in enumerate(self.effect.results)
         ]
@@ -231,6 +232,7 @@ class _Operation:
     def _compute(self) -> tuple[list[torch.Tensor], Any]:
         body = self.body
         used = [body.copies.local(tensor, value, self.depth) for tensor, value in self.operands]
+        self.versions = [version_of(tensor) for tensor in used]
         places = iter(used)
         args, kwargs = map_tensors(lambda _: next(places), (tuple(self.args), dict(self.kwargs)))
         with body.computing():
@@ -239,8 +241,10 @@ class _Operation:
                     return used, self.func(*args, **kwargs)
             return used, self.func(*args, **kwargs)
 
-    def _note_changes(self, used: list[torch.Tensor]) -> None:
-        for index, meta in self.effect.changed:
+    def _note_changes(
+        self, changed: Sequence[tuple[int, TensorMeta]], used: list[torch.Tensor]
+    ) -> None:
+        for index, meta in changed:
             local = used[index] if used else None
             self.body.note_change(self.operands[index], meta, self.target, local, self.depth)
 
@@ -283,18 +287,24 @@ class _Operation:
 
             frozen = freeze(out, refer)
             metas = [meta_of(tensor) for tensor in tensors]
+            changed = tuple(
+                (same[id(tensor)], meta_of(tensor))
+                for tensor, version in zip(used, self.versions, strict=True)
+                if version_of(tensor) != version
+            )
             for peer in body.engine.transport.peers:
-                body.engine.transport.send(peer, address, (self.origin, frozen, metas))
+                body.engine.transport.send(peer, address, (self.origin, frozen, metas, changed))
         else:
             _announce_question(self.origin)
             body.engine.wait(body, [address])
-            origin, frozen, metas = body.engine.receive(address).content
+            origin, frozen, metas, changed = body.engine.receive(address).content
             if origin != self.origin:
                 raise PathMismatchError(
                     f"rank {self.target} answers {origin}, but rank {body.rank} asked for "
                     f"{self.origin}; every rank must take the same path through the step"
                 )
             tensors = []
+        self._note_changes(tuple(dict(changed).items()), used)
         made = [
             body.new_result(
                 tensors[index] if tensors else None, meta, self.target, self.depth, self.origin

@@ -13,10 +13,14 @@ from .placement import Axis, Placement
 _AXES: tuple[Axis, ...] = ("world", "pp", "tp", "rdp", "dp", "mp")
 
 
-def start_distributed(timeout: float) -> None:
+def start_distributed(timeout: float, port: int | None) -> None:
     """Starts torch.distributed from the environment, unless it runs already.
 
     Without a launcher's variables this process is a world of its own.
+
+    Args:
+        timeout: seconds that a collective may take.
+        port: where ranks meet, in place of MASTER_PORT.
     """
     if dist.is_initialized():
         return
@@ -25,6 +29,8 @@ def start_distributed(timeout: float) -> None:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         return
+    if port is not None:
+        os.environ["MASTER_PORT"] = str(port)
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     dist.init_process_group(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +16,15 @@ from .body import current_body
 from .data_parallel import average_gradients, broadcast_state
 from .errors import NotSupportedError, UsageError
 from .glue import watch_autograd_functions
+from .native_checkpoint import watch_checkpointing
 from .norms import clip_gradients, watch_clip_grad_norm
 from .optimizer import keep_local
-from .ownership import keeps_nothing
 from .partitioning import Partition, partition
 from .placing import LocalPart, named_state, seed_drawing_modules, to_device
 from .remote_gradients import RemoteGradients
 from .runtime import current
 from .schedule import plan
-from .shared_parameters import SharedGradients
+from .shared_parameters import SharedGradients, make_equal
 from .state import full_state_dict, load_into
 from .trace import trace_model
 from .transport import Address, Topic
@@ -92,8 +93,8 @@ class DistributedModel(Wrapper):
         self._is_traced = False
         self._has_run_backward = False
         self._optimizer: Optimizer | None = runtime.early_optimizer
-        self._post_partition_hooks: dict[int, _Hook] = {}
-        self._post_step_hooks: dict[int, _Hook] = {}
+        self._post_partition_hooks: OrderedDict[int, _Hook] = OrderedDict()
+        self._post_step_hooks: OrderedDict[int, _Hook] = OrderedDict()
         if runtime.placement.size("pp") == 1:
             for tensor in (*module.parameters(), *module.buffers()):
                 to_device(tensor)
@@ -209,6 +210,12 @@ class DistributedModel(Wrapper):
     def _make_partition(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         runtime, engine = self._runtime, self._runtime.engine
         rank = runtime.here.pp_rank
+        for name, module in self.get_module().named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise NotSupportedError(
+                    f"{name or 'the model'} is a ScriptModule, which can't be partitioned; pass "
+                    "the Python module it was made of"
+                )
         address = Address(Topic.PLAN, engine.step, 0, 0, 0)
         if rank == 0:
             trace = _trace(self.get_module(), args, kwargs, self._trace_execution_times)
@@ -223,10 +230,6 @@ class DistributedModel(Wrapper):
             text, names = engine.receive(address).content
             made, drawing = Partition.from_json(text), frozenset(names)
         seed_drawing_modules(self.get_module(), drawing)
-        # NumPy's state is dear to save and restore; only modules of the user's may draw from it.
-        engine.swaps_numpy = any(
-            not keeps_nothing(self.get_module().get_submodule(path)) for path in drawing
-        )
         self._partition = made
         self._part = LocalPart(self.get_module(), made, rank, engine.ownership, engine.reports)
         engine.module_names = {
@@ -235,9 +238,13 @@ class DistributedModel(Wrapper):
         if dist.get_rank() == 0:
             _log.info("Partition assignments:\n%s", made.table())
             _log.info("Finished partitioning the model")
+        body = current_body()
+        assert body is not None
+        make_equal(self._part.shared, engine, body)
         broadcast_state(self.get_module(), runtime)
         self._remote_gradients = RemoteGradients(self.get_module(), self._part)
         watch_autograd_functions()
+        watch_checkpointing()
         watch_clip_grad_norm(self._part, runtime)
         if self._optimizer is not None:
             keep_local(self._optimizer, self._part)
@@ -402,7 +409,7 @@ def is_tracing() -> bool:
     return _is_tracing
 
 
-def _register(hooks: dict[int, _Hook], hook: _Hook) -> RemovableHandle:
+def _register(hooks: OrderedDict[int, _Hook], hook: _Hook) -> RemovableHandle:
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from . import device
 from .placing import LocalPart
 from .runtime import Runtime
 
@@ -32,7 +33,7 @@ def clip_gradients(
     """
     local = [p for p in parameters if (part is None or part.is_local(p)) and p.grad is not None]
     gradients = {id(p): p.grad for p in local if p.grad is not None}
-    device = local[0].device if local else torch.device("cpu")
+    target = device.current_device()  # one for all ranks: it decides the backend
     counted = [p for p in local if part is None or part.counts_here(p)]
     norms = dict(
         zip(
@@ -41,8 +42,8 @@ def clip_gradients(
             strict=True,
         )
     )
-    zero = torch.zeros((), device=device)
-    total = torch.stack([norms.get(id(p), zero).float() for p in parameters] or [zero])
+    zero = torch.zeros((), device=target)
+    total = torch.stack([norms.get(id(p), zero).float().to(target) for p in parameters] or [zero])
     if part is not None:
         dist.all_reduce(total, group=runtime.groups.of("pp"))
     norm: torch.Tensor = torch.linalg.vector_norm(total, norm_type)

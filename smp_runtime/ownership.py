@@ -29,6 +29,15 @@ class PlacedModule(NamedTuple):
     modules: tuple[tuple[str, nn.Module], ...]
     watched: tuple[tuple[str, nn.Module], ...]
 
+    def kinds_of_parameters(self) -> tuple[tuple[torch.dtype, bool], ...]:
+        """Returns types and autograd flags of the parameters: results depend on them."""
+        return tuple(
+            (parameter.dtype, parameter.requires_grad)
+            for _, module in self.modules
+            for parameter in module._parameters.values()
+            if parameter is not None
+        )
+
     @property
     def has_hooks(self) -> bool:
         """Says whether a forward hook would fire in a call."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -89,6 +90,17 @@ class Reports:
                 if (id(module), attribute) in self._kept:
                     found.append((name, attribute, tensor))
         return found
+
+    def look_around(self, placed_modules: Iterable[PlacedModule]) -> None:
+        """Notes attributes that glue put into placed modules, or took out of them."""
+        for placed in placed_modules:
+            seen = self._seen.setdefault(placed.path, {})
+            for name, module in placed.watched:
+                for attribute, held in vars(module).items():
+                    known = seen.get((name, attribute))
+                    if isinstance(held, torch.Tensor) and known is not held:
+                        seen[name, attribute] = held
+                        self.note_attribute(module, attribute)
 
     def note_attribute(self, module: nn.Module, attribute: str) -> None:
         """Notes that a placed module keeps a tensor in an attribute."""

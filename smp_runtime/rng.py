@@ -6,6 +6,11 @@ within the call). Which modules draw is known from the trace. A draw in such a m
 just before it happens, in a placed module (`SeededDraws`) as in glue (`glue.GlueMode`), so the
 numbers are those of the key, wherever and in whatever order the microbatches run.
 
+Activation checkpointing runs a forward again, and it must draw the same numbers again. It saves
+the state of torch's generator before the forward and puts it back before the recomputation. So
+the state between draws is used as a bookmark: it says how many seeds were given out so far, and
+whoever finds an old bookmark there gets the seeds of that time again.
+
 Python's `random` and NumPy cannot be watched draw by draw: they are seeded when a drawing module
 is entered. What the user's own script draws outside the step is left alone.
 """
@@ -33,6 +38,9 @@ rand rand_like randint randint_like randn randn_like random_ randperm rnn_relu r
 rrelu_ scaled_dot_product_attention uniform_
 """
 DRAWING_FUNCTIONS = frozenset(_DRAWING_NAMES.split())
+
+
+_MOST_SEEDS = (1 << 24) - 1
 
 
 def draws(function: Callable[..., Any]) -> bool:
@@ -67,7 +75,19 @@ class RandomStreams:
         self._key = (seed, step, microbatch)
         self._calls: dict[str, int] = {}
         self._frames = [_Frame(None, 0)]
+        self._given: list[int] = []
+        self._bookmark = self._seed_of(_Frame("bookmark", 0)) & ~_MOST_SEEDS
         self.is_watched = False
+
+    @property
+    def has_drawn(self) -> bool:
+        """Says whether anything was drawn yet."""
+        return bool(self._given)
+
+    def begin(self) -> None:
+        """Takes over torch's, Python's and NumPy's generators for the body."""
+        seed_host(self._seed_of(self._frames[0]))
+        device.seed_generators(self._bookmark)
 
     @contextmanager
     def module(self, path: str, *, with_host: bool) -> Iterator[None]:
@@ -79,12 +99,13 @@ class RandomStreams:
                 modules don't need it.
         """
         call = self._calls.get(path, 0)
-        self._calls[path] = call + 1
+        if self._position() == len(self._given):  # not a recomputation, which is no new call
+            self._calls[path] = call + 1
         frame = _Frame(path, call)
         self._frames.append(frame)
         saved = host_random_state() if with_host else None
         if with_host:
-            seed_host(self._seed_of(frame))
+            seed_host(self._next_seed(frame))
         try:
             yield
         finally:
@@ -94,23 +115,34 @@ class RandomStreams:
 
     @contextmanager
     def draw(self) -> Iterator[None]:
-        """Gives the one operation inside its own stream and leaves torch's generators alone."""
+        """Gives the one operation inside its own stream."""
         frame = self._frames[-1]
         frame.num_draws += 1
-        saved = device.random_state()
-        device.seed_generators(self._seed_of(frame))
+        seed = self._next_seed(frame)
+        bookmark = device.bookmark()
+        device.seed_generators(seed)
         try:
             yield
         finally:
-            device.set_random_state(saved)
+            device.seed_generators(bookmark)
 
     def skip_draw(self) -> None:
         """Counts an operation that draws on another rank."""
         self._frames[-1].num_draws += 1
 
-    def seed_body(self) -> None:
-        """Seeds Python's and NumPy's generators for the body of this microbatch."""
-        seed_host(self._seed_of(self._frames[0]))
+    def _next_seed(self, frame: _Frame) -> int:
+        """Gives out a seed, or again the one that was given out at this place before."""
+        position = self._position()
+        if position == len(self._given):
+            self._given.append(self._seed_of(frame))
+        device.seed_generators(self._bookmark + position + 1)
+        return self._given[position]
+
+    def _position(self) -> int:
+        """The number of seeds given out at the time of the bookmark that is found now."""
+        position = device.bookmark() - self._bookmark
+        # A state that is no bookmark is of the user's making, in the middle of the body.
+        return position if 0 <= position < len(self._given) else len(self._given)
 
     def _seed_of(self, frame: _Frame) -> int:
         text = repr((*self._key, frame.path, frame.call, frame.num_draws))
@@ -150,9 +182,9 @@ class SeededDraws(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def host_random_state(*, with_numpy: bool = True) -> tuple[Any, Any]:
-    """Returns the states of Python's and, where it is loaded and wanted, NumPy's generator."""
-    numpy = sys.modules.get("numpy") if with_numpy else None
+def host_random_state() -> tuple[Any, Any]:
+    """Returns the states of Python's and, where it is loaded, NumPy's generator."""
+    numpy = sys.modules.get("numpy")
     return random.getstate(), numpy.random.get_state() if numpy is not None else None
 
 

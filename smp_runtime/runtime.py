@@ -49,7 +49,7 @@ class Runtime:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        start_distributed(config.timeout)
+        start_distributed(config.timeout, config.ddp_port)
         world, rank = dist.get_world_size(), dist.get_rank()
         self.placement = Placement(
             world,

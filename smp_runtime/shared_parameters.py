@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from .body import Body
 from .engine import Engine
 from .transport import Address, Topic
 
@@ -68,3 +69,20 @@ class SharedGradients:
 
     def _address(self, number: int, source: int) -> Address:
         return Address(Topic.SHARED, self._engine.step, -1, number, source)
+
+
+def make_equal(shared: Sequence[Shared], engine: Engine, body: Body) -> None:
+    """Gives every holder of a shared parameter the values of the first one.
+
+    Called in a body, while the model is partitioned.
+    """
+    rank = engine.transport.rank
+    for number, (_, parameter, ranks) in enumerate(shared):
+        address = body.address(Topic.SHARED, -1 - number, ranks[0])
+        if rank == ranks[0]:
+            for holder in ranks[1:]:
+                engine.transport.send(holder, address, None, [parameter.detach()])
+        elif rank in ranks:
+            engine.wait(body, [address])
+            with torch.no_grad():
+                parameter.copy_(engine.receive(address).tensors[0])

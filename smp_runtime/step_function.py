@@ -12,7 +12,7 @@ from .body import current_body
 from .errors import PeerError, UsageError
 from .microbatch import Splitter, join
 from .runtime import Runtime, current
-from .step_inputs import Call, share_inputs
+from .step_inputs import Call, check_equal, share_inputs
 from .trees import map_tensors
 
 
@@ -81,6 +81,8 @@ class StepFunction:
             self._splitter.split(*call, m)  # a wrong batch must fail before anything is sent
         if runtime.engine.transport.size > 1 and config.broadcast_inputs:
             call, seed = share_inputs(runtime.engine, call, seed)
+        elif config.debug:
+            check_equal(runtime.engine, call)
         target = device.current_device()
         args, kwargs = map_tensors(
             lambda tensor: tensor if tensor.device.type == target.type else tensor.to(target), call

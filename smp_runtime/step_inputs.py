@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from .engine import Engine
-from .errors import UsageError
+from .errors import PathMismatchError, UsageError
+from .tensors import as_bytes, meta_of
 from .transport import Address, Topic
-from .trees import freeze, is_dict, thaw, with_items
+from .trees import freeze, is_dict, iter_tensors, thaw, with_items
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice)
 _PICKLED = (torch.device, torch.dtype, torch.Size, argparse.Namespace)
@@ -62,6 +64,31 @@ def share_inputs(engine: Engine, call: Call, seed: int) -> tuple[Call, int]:
         tensor.requires_grad_(requires_grad)
     shared = thaw(frozen, lambda index: message.tensors[index])
     return _with_own(shared, call), seed
+
+
+def check_equal(engine: Engine, call: Call) -> None:
+    """Compares every rank's own arguments, where they are not sent from rank 0.
+
+    Raises:
+        PathMismatchError: the tensors of two ranks differ.
+    """
+    transport = engine.transport
+    digest = 0
+    for tensor in iter_tensors(call):
+        meta = meta_of(tensor)._replace(requires_grad=False)
+        digest = zlib.crc32(repr(meta).encode(), digest)
+        if meta.num_elements:
+            digest = zlib.crc32(as_bytes(tensor).numpy().data, digest)
+    for peer in transport.peers:
+        transport.send(peer, Address(Topic.INPUTS, engine.step, -1, 1, transport.rank), digest)
+    for peer in transport.peers:
+        theirs = engine.fetch(Address(Topic.INPUTS, engine.step, -1, 1, peer)).content
+        if theirs != digest:
+            raise PathMismatchError(
+                f"step {engine.step}: ranks {transport.rank} and {peer} were given different "
+                "batches, but broadcast_inputs is off; give every rank of a pipeline the same "
+                "batch, or leave broadcast_inputs on"
+            )
 
 
 def _without_own(obj: Any, path: tuple[Any, ...]) -> Any:

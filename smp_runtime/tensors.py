@@ -65,6 +65,11 @@ def meta_of(tensor: torch.Tensor) -> TensorMeta:
     )
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Returns how often a tensor was changed in place; -1 where torch does not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def _memory_order(meta: TensorMeta) -> tuple[int, ...] | None:
     """Dimensions from slowest to fastest if the tensor is dense, else None."""
     order = sorted(range(len(meta.shape)), key=lambda dim: (-meta.stride[dim], dim))
