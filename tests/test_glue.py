@@ -5,31 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from smp_runtime.body import current_body
 from smp_runtime.errors import NotSupportedError, PathMismatchError, UsageError
 from smp_runtime.glue import watch_autograd_functions
 from smp_runtime.values import StandIn, tag_of
+from tests.glue_pieces import PIECES, WIDTH, Glue, Two
 from tests.local_ranks import LocalRank, backward, run_ranks
 
-WIDTH = 4
-
-
-class Two(nn.Module):
-    """One module on each of two ranks, and whatever glue a test puts between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x))
-
-
 PINS = {"first": 0, "last": 1}
-Glue = Callable[[Two, Tensor], Any]
 
 
 def run(
@@ -125,97 +111,6 @@ def test_a_stand_in_tells_what_any_rank_can_know() -> None:
     assert one == other
     assert one[:2] == ((WIDTH, 2), (1, WIDTH))
     assert one[8:11] == (False, True, False)
-
-
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        (x,) = ctx.saved_tensors
-        return 3 * x**2 * grad
-
-
-def set_items(model: Two, x: Tensor) -> Tensor:
-    out = torch.zeros(2, WIDTH)
-    out[:, 1:] = model.first(x)[:, 1:]
-    out[0, 0] = model.last(x).sum()
-    return out
-
-
-def change_input(model: Two, x: Tensor) -> Tensor:
-    h = model.first(x)
-    h += x
-    h.mul_(2)[0].zero_()
-    return model.last(h)
-
-
-def change_view(model: Two, x: Tensor) -> Tensor:
-    h = model.first(x).clone()
-    h[0] += 1
-    h.t()[1].zero_()
-    return model.last(h)
-
-
-def named_results(model: Two, x: Tensor) -> Tensor:
-    best = model.first(x).max(dim=1)
-    low, index = model.last(x).min(dim=0)
-    return best.values + best.indices + low[:2] + index[:2]
-
-
-def loops(model: Two, x: Tensor) -> Tensor:
-    rows = list(model.first(x))
-    return torch.stack([model.last(row) for row in rows][::-1])
-
-
-def chosen_by_data(model: Two, x: Tensor) -> Tensor:
-    h = model.first(x)
-    chosen = h[h > 0]
-    index = (model.last(x) > 0).nonzero()
-    return torch.cat([chosen, index.float().flatten()]).sum()
-
-
-def branch_on_value(model: Two, x: Tensor) -> Tensor:
-    h = model.first(x)
-    if h.sum() > 1e6 or h.mean().item() > 1e6:
-        return x
-    return model.last(h) * len(h.flatten().tolist())
-
-
-def same_tensor(model: Two, x: Tensor) -> Tensor:
-    h = model.first(x).contiguous().float()
-    assert h.contiguous() is h
-    return model.last(h)
-
-
-def own_function(model: Two, x: Tensor) -> Tensor:
-    return Cube.apply(model.last(Cube.apply(model.first(x))))
-
-
-def mask_fill(model: Two, x: Tensor) -> Tensor:
-    mask = torch.zeros(2, WIDTH, dtype=torch.bool)
-    mask[0] = model.first(x)[0] > 0
-    return model.last(x).masked_fill(mask, 0.5)
-
-
-def formats(model: Two, x: Tensor) -> Tensor:
-    assert str(model.first(x)).startswith("tensor(")
-    assert f"{model.last(x).sum():.3f}" != ""
-    return model.first(x)
-
-
-def into_out(model: Two, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        return torch.add(model.first(x), 1, out=torch.empty(2, WIDTH))
-
-
-PIECES = [
-    set_items, change_input, change_view, named_results, loops, chosen_by_data, branch_on_value,
-    same_tensor, own_function, mask_fill, formats, into_out,
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("glue", PIECES, ids=lambda glue: glue.__name__)
