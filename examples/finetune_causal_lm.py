@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from load_model import load_model
-from pydantic import BaseModel, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -45,7 +45,7 @@ class Settings(BaseModel, extra="forbid", frozen=True):
     text: str = "pydoc_data.topics"  # file, .jsonl with a field `text`, or Python's help texts
     steps: PositiveInt = 20  # optimizer steps
     batch_size: PositiveInt = 8  # sequences per step and replica; a multiple of `microbatches`
-    sequence_length: PositiveInt = 128  # tokens per sequence
+    sequence_length: int = Field(128, ge=2)  # tokens per sequence
     learning_rate: PositiveFloat = 1e-4  # of AdamW, the same in every step
     max_grad_norm: PositiveFloat = 1.0  # gradients are scaled down to this global norm
     held_out_sequences: PositiveInt = 32  # about how many of the last tenth the loss is measured on
