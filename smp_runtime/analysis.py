@@ -131,7 +131,7 @@ class Analyser:
                         lambda tensor: fakes[id(tensor)], (tuple(args), dict(kwargs))
                     )
                     out = func(*fake_args, **fake_kwargs)
-                return self._describe(out, fakes, first, versions)
+                return self._describe(out, fakes, first, versions, metas)
             except Exception:  # noqa: BLE001 - whatever it is, the owner's real run will show it
                 return UNKNOWN
 
@@ -155,6 +155,7 @@ class Analyser:
         fakes: Mapping[int, torch.Tensor],
         first: Mapping[int, int],
         versions: Mapping[int, int],
+        metas: Sequence[TensorMeta],
     ) -> Effect:
         storages = {
             fake.untyped_storage()._cdata: first[id(fake)]
@@ -176,7 +177,8 @@ class Analyser:
         changed = tuple(
             (first[id(fake)], meta_of(fake))
             for key, fake in fakes.items()
-            if fake._version != versions[key]
+            # Detaching or asking for a gradient changes a tensor, too, and counts as no write.
+            if fake._version != versions[key] or meta_of(fake) != metas[first[id(fake)]]
         )
         return Effect(known=True, template=template, results=tuple(results), changed=changed)
 

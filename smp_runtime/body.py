@@ -151,22 +151,6 @@ class Body:
 
     def value_of(self, tensor: torch.Tensor) -> Value | None:
         """Returns the value that a tensor is in this body, None if it is replicated."""
-        value = tag_of(tensor)
-        if value is not None:
-            if value.scope is self:
-                return value
-            is_leaf = value.origin == _LEAF
-            if getattr(value.scope, "step", None) == self.step and not is_leaf:
-                raise UsageError(
-                    f"microbatch {self.microbatch} uses {value.origin} of another microbatch of "
-                    "the same step; what one microbatch leaves for the next must be detached and "
-                    "live inside one module"
-                )
-            # Kept by the user from another body: the same owner, a new number.
-            origin = _LEAF if is_leaf else "a tensor of an earlier body"
-            kept = self.adopt(tensor, value.owner, value.meta, origin)
-            kept.base = value.base
-            return kept
         owner = self.engine.ownership.owner_of(tensor)
         if owner is not None:
             known = self._static.get(id(tensor))
@@ -175,17 +159,37 @@ class Body:
                 known = self.new_value(owner, meta, 0, "a parameter")
                 self._static[id(tensor)] = known
             return known
+        value = tag_of(tensor)
+        if value is not None:
+            return value if value.scope is self else self._take_over(tensor, value)
         if self._owned_memory and type(tensor) is torch.Tensor:
             owned = self._owned_memory.get(tensor.untyped_storage()._cdata)
             if owned is not None:
                 cell = owned[1]
-                value = self.new_value(cell.owner, meta_of(tensor), 0, "a view", cell)
+                # Not what the object says: it is the real one on one rank only.
+                meta = meta_of(tensor)._replace(requires_grad=cell.depth is not None)
+                value = self.new_value(cell.owner, meta, cell.depth or 0, "a view", cell)
                 tag(tensor, value)
                 return value
+        self.engine.ownership.check_placed(tensor)
         if tensor.requires_grad and tensor.is_leaf:
             # Every rank made this leaf; its gradient must come together on one of them.
             return self.adopt(tensor, 0, meta_of(tensor), _LEAF)
         return None
+
+    def _take_over(self, tensor: torch.Tensor, value: Value) -> Value:
+        """Makes a value of another body, which the user kept, one of this body."""
+        is_leaf = value.origin == _LEAF
+        if getattr(value.scope, "step", None) == self.step and not is_leaf:
+            raise UsageError(
+                f"microbatch {self.microbatch} uses {value.origin} of another microbatch of "
+                "the same step; what one microbatch leaves for the next must be detached and "
+                "live inside one module"
+            )
+        origin = _LEAF if is_leaf else "a tensor of an earlier body"
+        kept = self.adopt(tensor, value.owner, value.meta, origin)
+        kept.base = value.base
+        return kept
 
     def new_value(
         self, owner: int, meta: TensorMeta, depth: int, origin: str, cell: Cell | None = None
@@ -229,34 +233,46 @@ class Body:
             depth: the segment of the operation.
         """
         tensor, value = operand
+        follows = meta.requires_grad and torch.is_grad_enabled()
         if value is None:
             cell = Cell(target)
+            cell.depth = depth if follows else None
+            if self.rank != target and tuple(tensor.shape) != meta.shape:
+                raise NotSupportedError(
+                    f"a tensor of shape {tuple(tensor.shape)} was given another shape, "
+                    f"{meta.shape}, by an operation on rank {target}; make it of that shape first"
+                )
             if type(tensor) is torch.Tensor:
                 storage = tensor.untyped_storage()
                 self._owned_memory[storage._cdata] = (storage, cell)
             value = self.new_value(target, meta, depth, "a tensor changed in place", cell)
             tag(tensor, value)
             return
+        self._check_change(value, target)
+        value.cell.owner = target
+        value.cell.num_writes += 1
+        has_new_look = (meta.shape, meta.stride) != (value.meta.shape, value.meta.stride)
+        value.meta = meta
+        if follows:
+            value.depth = value.cell.depth = depth
+        if has_new_look and isinstance(tensor, StandIn):
+            torch._C._swap_tensor_impl(tensor, StandIn(meta))
+        if self.rank == target and used is not None and used is not tensor:
+            if not isinstance(tensor, StandIn) and not tensor.is_meta:
+                torch.autograd.graph.increment_version(self.copies.base(tensor, value))
+            value.base = used
+
+    def _check_change(self, value: Value, target: int) -> None:
         if value.cell.is_partial_view:
             raise NotSupportedError(
                 f"{value.origin} is a view of a tensor of another pipeline rank and can't be "
                 "changed in place; write `x = x.clone()` before the change"
             )
-        if value.owner != target:
-            if value.cell.num_values > 1:
-                raise NotSupportedError(
-                    f"a module of rank {target} changed {value.origin} of rank {value.owner} in "
-                    "place while views of it exist; pass it a clone"
-                )
-            value.cell.owner = target
-        value.cell.num_writes += 1
-        value.meta = meta
-        if meta.requires_grad and torch.is_grad_enabled():
-            value.depth = depth
-        if self.rank == target and used is not None and used is not tensor:
-            if value.owner == self.rank and not tensor.is_meta and type(tensor) is torch.Tensor:
-                torch.autograd.graph.increment_version(self.copies.base(tensor, value))
-            value.base = used
+        if value.owner != target and value.cell.num_values > 1:
+            raise NotSupportedError(
+                f"a module of rank {target} changed {value.origin} of rank {value.owner} in "
+                "place while views of it exist; pass it a clone"
+            )
 
     def new_result(
         self,

@@ -56,6 +56,12 @@ def _local_functions() -> frozenset[Any]:
 # What any rank can tell from what it holds: shapes, types, and what autograd keeps.
 _LOCAL = _local_functions()
 _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_MIRRORED: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.lt: torch.Tensor.gt,
+    torch.Tensor.le: torch.Tensor.ge,
+    torch.Tensor.__lt__: torch.Tensor.gt,
+    torch.Tensor.__le__: torch.Tensor.ge,
+}
 _BACKWARD = frozenset([torch.Tensor.backward, torch.autograd.backward])
 
 
@@ -138,6 +144,10 @@ class GlueMode(TorchFunctionMode):
         """Runs one operation while this mode is off the stack."""
         if func in _LOCAL:
             return func(*args, **kwargs)
+        if func in _MIRRORED and len(args) == 2 and isinstance(args[1], torch.Tensor):
+            # Python asks a stand-in on the right first, as its type is a subclass, for the
+            # mirrored comparison; the owner has none there. All ranks must see one function.
+            func, args = _MIRRORED[func], (args[1], args[0])
         operands = self.body.operands((args, kwargs))
         if all(value is None for _, value in operands):
             if draws(func):

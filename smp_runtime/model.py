@@ -95,7 +95,9 @@ class DistributedModel(Wrapper):
         self._optimizer: Optimizer | None = runtime.early_optimizer
         self._post_partition_hooks: OrderedDict[int, _Hook] = OrderedDict()
         self._post_step_hooks: OrderedDict[int, _Hook] = OrderedDict()
-        if runtime.placement.size("pp") == 1:
+        if runtime.placement.size("pp") > 1:
+            runtime.engine.ownership.expect(module)
+        else:
             for tensor in (*module.parameters(), *module.buffers()):
                 to_device(tensor)
             broadcast_state(module, runtime)
@@ -162,6 +164,11 @@ class DistributedModel(Wrapper):
         if retain_graph or create_graph:
             raise NotSupportedError("model.backward supports no retain_graph and no create_graph")
         body = current_body()
+        if self._part is None and self._runtime.placement.size("pp") > 1:
+            raise UsageError(
+                "model.backward was called before the model; call model(...) in the step, not its "
+                "submodules or methods alone: it is partitioned in that call"
+            )
         if body is None:
             raise UsageError("model.backward can only be called inside an @smp.step function")
         losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from . import device
+from .errors import UsageError
 from .tensors import TensorMeta, meta_of
 
 
@@ -61,10 +62,27 @@ class Ownership:
         self.placed: dict[str, PlacedModule] = {}
         # By identity, and with the tensor, so that an identity can't be given to another object.
         self._owners: dict[int, tuple[torch.Tensor, int]] = {}
+        self._unplaced: dict[int, torch.Tensor] = {}
 
     def own(self, tensor: torch.Tensor, owner: int) -> None:
         """Says that a parameter or buffer belongs to a rank; the first word counts."""
         self._owners.setdefault(id(tensor), (tensor, owner))
+
+    def expect(self, model: nn.Module) -> None:
+        """Says which parameters will get their owners in the partitioning."""
+        self._unplaced = {id(parameter): parameter for parameter in model.parameters()}
+
+    def check_placed(self, tensor: torch.Tensor) -> None:
+        """Makes sure that a tensor is no parameter that has no owner yet.
+
+        Raises:
+            UsageError: it is one.
+        """
+        if self._unplaced and not self._owners and id(tensor) in self._unplaced:
+            raise UsageError(
+                "a parameter of the model was used before the first call of the model; the model "
+                "is partitioned in that call: call model(...) first in the step"
+            )
 
     def owner_of(self, tensor: torch.Tensor) -> int | None:
         """Returns the rank of a parameter or buffer, None for any other tensor."""

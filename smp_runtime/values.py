@@ -33,15 +33,17 @@ class Cell:
         num_writes: how often it was changed in place.
         num_values: how many values share it.
         is_partial_view: it is a view of a copy, so a change in place would miss the original.
+        depth: the segment of the last write that gradients follow, None if there was none.
     """
 
-    __slots__ = ("is_partial_view", "num_values", "num_writes", "owner")
+    __slots__ = ("depth", "is_partial_view", "num_values", "num_writes", "owner")
 
     def __init__(self, owner: int, *, is_partial_view: bool = False) -> None:
         self.owner = owner
         self.num_writes = 0
         self.num_values = 0
         self.is_partial_view = is_partial_view
+        self.depth: int | None = None
 
 
 class Fresh(NamedTuple):

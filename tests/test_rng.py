@@ -1,8 +1,10 @@
 """Random streams: the key decides what is drawn, and nobody else notices."""
 
 import random
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch.nn import functional as F
 
@@ -32,32 +34,32 @@ def test_functions_that_draw_are_known() -> None:
 
 
 def test_equal_keys_give_equal_numbers() -> None:
-    assert draw(RandomStreams(1, 2, 3)) == draw(RandomStreams(1, 2, 3))
+    assert draw(RandomStreams(1, "2", 3)) == draw(RandomStreams(1, "2", 3))
 
 
 def test_seed_step_microbatch_module_call_and_draw_are_all_part_of_the_key() -> None:
-    one = RandomStreams(1, 2, 3)
+    one = RandomStreams(1, "2", 3)
     drawn = [
         draw(one),
         draw(one),
         draw_in(one, "a"),
         draw_in(one, "a"),
         draw_in(one, "b"),
-        draw(RandomStreams(9, 2, 3)),
-        draw(RandomStreams(1, 9, 3)),
-        draw(RandomStreams(1, 2, 9)),
+        draw(RandomStreams(9, "2", 3)),
+        draw(RandomStreams(1, "9", 3)),
+        draw(RandomStreams(1, "2", 9)),
     ]
     assert len({tuple(numbers) for numbers in drawn}) == len(drawn)
 
 
 def test_the_order_of_modules_does_not_matter() -> None:
-    forth, back = RandomStreams(1, 1, 1), RandomStreams(1, 1, 1)
+    forth, back = RandomStreams(1, "1", 1), RandomStreams(1, "1", 1)
     a, b = draw_in(forth, "a"), draw_in(forth, "b")
     assert (draw_in(back, "b"), draw_in(back, "a")) == (b, a)
 
 
 def test_calls_are_counted_by_module_and_draws_by_call() -> None:
-    streams, again = RandomStreams(1, 1, 1), RandomStreams(1, 1, 1)
+    streams, again = RandomStreams(1, "1", 1), RandomStreams(1, "1", 1)
     with streams.module("a", with_host=False):
         first = [draw(streams), draw(streams)]
     second = draw_in(streams, "a")
@@ -68,14 +70,14 @@ def test_calls_are_counted_by_module_and_draws_by_call() -> None:
 
 
 def test_a_skipped_draw_counts() -> None:
-    here, elsewhere = RandomStreams(1, 1, 1), RandomStreams(1, 1, 1)
+    here, elsewhere = RandomStreams(1, "1", 1), RandomStreams(1, "1", 1)
     draw(here)
     elsewhere.skip_draw()
     assert draw(here) == draw(elsewhere)
 
 
 def test_a_module_inside_another_has_the_frame() -> None:
-    streams, other = RandomStreams(1, 1, 1), RandomStreams(1, 1, 1)
+    streams, other = RandomStreams(1, "1", 1), RandomStreams(1, "1", 1)
     with streams.module("outer", with_host=False):
         inner = draw_in(streams, "outer.inner")
         after = draw(streams)
@@ -83,26 +85,52 @@ def test_a_module_inside_another_has_the_frame() -> None:
     assert draw_in(other, "outer") == after
 
 
-def test_torchs_own_generator_is_left_alone() -> None:
+def test_nobody_elses_draws_matter() -> None:
+    first, second = RandomStreams(1, "1", 1), RandomStreams(1, "1", 1)
+    expected = [draw(first), draw_in(first, "a"), draw(first)]
     torch.manual_seed(5)
-    expected = torch.rand(2).tolist()
-    torch.manual_seed(5)
-    streams = RandomStreams(1, 1, 1)
+    found = []
+    for path in (None, "a", None):
+        found.append(draw(second) if path is None else draw_in(second, path))
+        torch.rand(7)
+    assert found == expected
+
+
+def test_a_draw_that_fails_counts_and_harms_nothing() -> None:
+    streams, other = RandomStreams(1, "1", 1), RandomStreams(1, "1", 1)
+    with pytest.raises(ValueError, match="no"), streams.draw():
+        torch.rand(2)
+        raise ValueError("no")
+    draw(other)
+    assert draw(streams) == draw(other)
+
+
+def forward(streams: RandomStreams) -> list[Numbers]:
+    """Draws in a module, twice in another one, and outside."""
+    with streams.module("b", with_host=True):
+        inside = [draw(streams), draw(streams), [random.random()]]
+    return [draw_in(streams, "a"), *inside, draw(streams)]
+
+
+def test_a_recomputation_draws_the_same_again_and_leaves_the_rest_as_it_was() -> None:
+    streams, other = RandomStreams(1, "1", 1), RandomStreams(1, "1", 1)
+    streams.begin()
     draw(streams)
-    with streams.module("a", with_host=True):
-        draw(streams)
-    assert torch.rand(2).tolist() == expected
-
-
-def test_torchs_own_generator_is_left_alone_by_a_draw_that_fails() -> None:
     before = torch.get_rng_state()
-    try:
-        with RandomStreams(1, 1, 1).draw():
-            torch.rand(2)
-            raise ValueError
-    except ValueError:
-        pass
-    assert torch.equal(torch.get_rng_state(), before)
+    first = forward(streams)
+    middle = torch.get_rng_state()
+    second = forward(streams)
+    after = torch.get_rng_state()
+    assert second != first
+    torch.set_rng_state(before)
+    assert forward(streams) == first
+    torch.set_rng_state(middle)
+    assert forward(streams) == second
+    torch.set_rng_state(after)
+    third = forward(streams)
+    other.begin()
+    draw(other)
+    assert [forward(other) for _ in range(3)] == [first, second, third]
 
 
 def host_numbers() -> tuple[float, float]:
@@ -115,10 +143,10 @@ def test_python_and_numpy_are_seeded_in_a_module_and_restored_after() -> None:
     expected = host_numbers()
     random.seed(1)
     np.random.seed(1)
-    with RandomStreams(1, 1, 1).module("a", with_host=True):
+    with RandomStreams(1, "1", 1).module("a", with_host=True):
         first = host_numbers()
     assert host_numbers() == expected
-    with RandomStreams(1, 1, 1).module("a", with_host=True):
+    with RandomStreams(1, "1", 1).module("a", with_host=True):
         assert host_numbers() == first
     assert first != expected
 
@@ -128,34 +156,42 @@ def test_python_and_numpy_go_on_in_modules_of_torch() -> None:
     expected = [random.random(), random.random()]
     random.seed(1)
     before = random.random()
-    with RandomStreams(1, 1, 1).module("a", with_host=False):
+    with RandomStreams(1, "1", 1).module("a", with_host=False):
         assert [before, random.random()] == expected
 
 
 def test_body_is_seeded_by_its_key() -> None:
-    RandomStreams(1, 2, 3).seed_body()
-    first = host_numbers()
-    RandomStreams(1, 2, 3).seed_body()
-    assert host_numbers() == first
-    RandomStreams(1, 2, 4).seed_body()
-    assert host_numbers() != first
+    def numbers(*key: Any) -> Any:
+        RandomStreams(*key).begin()
+        return host_numbers(), torch.rand(2).tolist()
+
+    assert numbers(1, "2", 3) == numbers(1, "2", 3)
+    assert numbers(1, "2", 3)[0] != numbers(1, "2", 4)[0]
+
+
+def test_it_is_known_whether_anything_was_drawn() -> None:
+    streams = RandomStreams(1, "1", 1)
+    streams.begin()
+    assert not streams.has_drawn
+    draw(streams)
+    assert streams.has_drawn
 
 
 def test_watched_code_draws_from_the_streams() -> None:
-    streams = RandomStreams(1, 1, 1)
+    streams = RandomStreams(1, "1", 1)
     assert not streams.is_watched
     with SeededDraws(streams):
         assert streams.is_watched
         watched = [torch.rand(3).tolist(), torch.add(1, torch.rand(3)).tolist()]
     assert not streams.is_watched
-    by_hand = RandomStreams(1, 1, 1)
+    by_hand = RandomStreams(1, "1", 1)
     assert watched[0] == draw(by_hand)
     assert watched[1] == (torch.tensor(draw(by_hand)) + 1).tolist()
 
 
 def test_watched_dropout_is_the_same_whatever_was_drawn_before() -> None:
     def masked() -> list[float]:
-        with SeededDraws(RandomStreams(1, 1, 1)):
+        with SeededDraws(RandomStreams(1, "1", 1)):
             return F.dropout(torch.ones(16)).tolist()
 
     torch.manual_seed(1)
@@ -167,7 +203,7 @@ def test_watched_dropout_is_the_same_whatever_was_drawn_before() -> None:
 
 def test_seeds_fit_a_signed_integer() -> None:
     for step in range(200):
-        draw(RandomStreams(2**62, step, 0))
+        draw(RandomStreams(2**62, str(step), 0))
 
 
 def test_host_state_goes_around() -> None:
