@@ -213,15 +213,26 @@ def test_training_and_evaluation_may_return_other_things() -> None:
     assert run(more_in_training, glue) == [[[2, 1, 2]]] * 2
 
 
-def test_a_module_may_be_frozen_and_thawed_between_calls() -> None:
-    def glue(model: Any, x: Tensor) -> list[bool]:
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_a_module_may_be_frozen_and_thawed_inside_and_between_steps(is_inside: bool) -> None:
+    model = Model(layer)
+
+    def body(rank: LocalRank) -> list[bool]:
+        mine: Any = rank.place(model, PINS, X)
         required = []
         for is_trained in (True, False, True):
-            model.part.requires_grad_(is_trained)
-            required.append(model.part(x).requires_grad)
+            if not is_inside:
+                mine.part.requires_grad_(is_trained)
+
+            def step(x: Tensor, is_trained: bool = is_trained) -> None:
+                if is_inside:
+                    mine.part.requires_grad_(is_trained)
+                required.append(mine.part(x).requires_grad)
+
+            rank.step(step, [X])
         return required
 
-    assert run(layer, glue) == [[[True, False, True]]] * 2
+    assert run_ranks(2, body) == [[True, False, True]] * 2
 
 
 def test_a_structure_that_changes_with_the_data_is_an_error() -> None:

@@ -295,6 +295,19 @@ def test_python_draws_the_same_for_the_same_microbatch_and_is_restored() -> None
     assert len({*first, *second, *other}) == 6  # each step and microbatch has its own
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_step_leaves_torchs_generator_where_it_was(size: int) -> None:
+    def body(rank: LocalRank) -> bool:
+        if rank.index:
+            rank.step(lambda x: None, [1, 2])
+            return True
+        before = torch.get_rng_state()
+        rank.step(lambda x: torch.rand(3), [1, 2])
+        return torch.equal(torch.get_rng_state(), before)
+
+    assert run_ranks(size, body) == [True] * size
+
+
 def test_evaluations_do_not_change_the_numbers_of_training() -> None:
     def draw(x: int) -> float:
         return torch.rand(()).item()

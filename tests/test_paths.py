@@ -26,13 +26,22 @@ def test_a_message_is_described_in_words() -> None:
     assert describe(Address(Topic.STRUCTURE, -1, -1, 123, 2)) == "structure from rank 2"
 
 
+def await_end(rank: LocalRank, step: int) -> None:
+    """Waits until the other rank has told its path."""
+    transport = rank.transport
+    with transport.arrived:
+        assert transport.arrived.wait_for(
+            lambda: transport.ended.get(1 - rank.index, 0) >= step or transport.gone, 10.0
+        )
+
+
 def tell(rank: LocalRank, *digests: int) -> None:
-    """Ends step 4 on a path, and then waits to hear of the other's."""
+    """Ends step 4 on a path, and hears of the other's by the end of the next."""
     paths = Paths(rank.transport)
     paths.tell(4, [run_at(digest, f"place {digest}") for digest in digests])
-    peer = 1 - rank.index
-    rank.transport.wait_any([Address(Topic.END, 4, -1, 0, peer)], 5.0)
+    await_end(rank, 4)
     paths.tell(5, [])
+    await_end(rank, 5)
 
 
 def test_equal_paths_are_silent() -> None:
@@ -53,6 +62,7 @@ def test_what_is_forgotten_is_not_compared() -> None:
         paths.tell(4, [run_at(rank.index)] if rank.index == 0 else [run_at(0)])
         paths.forget(4)
         paths.tell(5, [run_at(3)])
+        await_end(rank, 5)
 
     run_ranks(2, body)
 
