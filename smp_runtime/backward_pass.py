@@ -99,7 +99,7 @@ class BackwardPass:
                 edges.append(root.edge)
                 gradients.append(gradient)
         with ExitStack() as stack:
-            stack.enter_context(body.in_backward())
+            stack.enter_context(body.computing())
             if body.streams.has_drawn:
                 # What is recomputed in this pass draws again, also outside drawing modules.
                 stack.enter_context(SeededDraws(body.streams))

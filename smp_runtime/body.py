@@ -133,16 +133,6 @@ class Body:
         finally:
             self.compute_seconds += time.perf_counter() - begun
 
-    @contextmanager
-    def in_backward(self) -> Iterator[None]:
-        """Marks the time inside as part of this body's backward pass."""
-        _in_backward[0] = self
-        try:
-            with self.computing():
-                yield
-        finally:
-            _in_backward[0] = None
-
     # -- values ------------------------------------------------------------------------------
 
     def operands(self, arguments: Any) -> list[Operand]:
@@ -300,14 +290,11 @@ class Body:
 
 
 _thread = threading.local()
-# Autograd runs the backward of a device's operations in a thread of its own, and so what
-# activation checkpointing recomputes there. Only one body runs at any time.
-_in_backward: list[Body | None] = [None]
 
 
 def current_body() -> Body | None:
     """Returns the body that runs in this thread, None outside a step."""
-    return getattr(_thread, "body", None) or _in_backward[0]
+    return getattr(_thread, "body", None)
 
 
 def set_current_body(body: Body | None) -> None:

@@ -117,7 +117,8 @@ class RandomStreams:
     def draw(self) -> Iterator[None]:
         """Gives the one operation inside its own stream."""
         frame = self._frames[-1]
-        frame.num_draws += 1
+        if self._position() == len(self._given):
+            frame.num_draws += 1
         seed = self._next_seed(frame)
         bookmark = device.bookmark()
         device.seed_generators(seed)

@@ -95,7 +95,9 @@ class Segments:
 def run_backward(edges: list[GradientEdge], gradients: list[torch.Tensor]) -> None:
     """Runs the backward pass of one segment; leaves get theirs through `Leaf.gradient`."""
     if edges:
-        torch.autograd.backward(edges, gradients)
+        # In this thread, also for a device: what is recomputed must find its body here.
+        with torch.autograd.set_multithreading_enabled(False):
+            torch.autograd.backward(edges, gradients)
 
 
 class _Receive(torch.autograd.Function):
