@@ -195,6 +195,15 @@ def test_gradients_are_required_of_what_follows_from_parameters() -> None:
     assert not result_of(effect_of(torch.Tensor.argmax, weight)).meta.requires_grad
 
 
+def test_operands_with_gaps_keep_them_and_are_not_changed_by_being_read() -> None:
+    h = torch.zeros(2, 4, requires_grad=True) * 1
+    effect = effect_of(torch.mul, h.split([1, 3], dim=1)[1], 2)
+    assert effect.changed == ()
+    viewed = effect_of(torch.Tensor.__getitem__, h.split([1, 3], dim=1)[1], (slice(None), 0))
+    assert result_of(viewed).meta.stride == (4,)
+    assert viewed.changed == ()
+
+
 def test_a_parameter_may_not_be_changed_but_what_was_computed_may() -> None:
     assert not effect_of(torch.Tensor.add_, torch.nn.Parameter(torch.zeros(3)), 1).known
     assert effect_of(torch.Tensor.add_, torch.zeros(3, requires_grad=True) * 1, 1).known
