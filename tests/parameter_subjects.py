@@ -120,6 +120,21 @@ def normalised_weights() -> nn.Module:
     return nn.Sequential(*layers)
 
 
+class AsksParameters(nn.Module):
+    """Asks its children's parameters where they are and what they look like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            weight = block.layer.weight
+            assert not weight.is_meta and weight.device == x.device
+            x = block(x.to(weight.device, weight.dtype)) * (1 + weight.shape[0] / 100)
+        return x
+
+
 def frozen(*paths: str, only: bool = False) -> Callable[[], nn.Module]:
     """Returns what makes a stack in which some modules are frozen, or all `only` they are not."""
 
@@ -145,6 +160,7 @@ PARAMETER_SUBJECTS = (
     Subject("derived_class", Derived),
     Subject("methods_other_than_forward", OtherMethods),
     Subject("normalised_weights", normalised_weights),
+    Subject("asks_parameters", AsksParameters),
     Subject("frozen_prefix", frozen("0", "1", "2"), pins=pins_of_stack),
     Subject("only_first_trains", frozen("0", only=True), pins=pins_of_stack),
     Subject("only_middle_trains", frozen("3", only=True), pins=pins_of_stack),

@@ -94,6 +94,42 @@ class PassesEverything(nn.Module):
         return state.hidden + state.nested["tuple"][2]["deep"]
 
 
+class Strided(nn.Module):
+    """Returns a tensor that is not contiguous, of one of several kinds."""
+
+    def __init__(self, kind: int) -> None:
+        super().__init__()
+        self.kind = kind
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.block(x)
+        if self.kind == 0:
+            return h.t()
+        if self.kind == 1:
+            return h.unsqueeze(1).expand(-1, 3, -1)
+        return torch.cat([h, h], -1)[:, ::2]
+
+
+class PassesStrides(nn.Module):
+    """Relies on the strides of what its children return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.children_ = nn.ModuleList([Strided(kind) for kind in range(3)])
+        self.last = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        transposed = self.children_[0](x)
+        assert transposed.stride() == (1, WIDTH)
+        expanded = self.children_[1](transposed.t())
+        assert expanded.stride(1) == 0
+        h = expanded.contiguous().view(-1, WIDTH)[::3]
+        sliced = self.children_[2](h)
+        assert not sliced.is_contiguous()
+        return self.last(sliced.contiguous().view(-1).view(-1, WIDTH))
+
+
 class ReturnsOutput(nn.Module):
     """Returns an output object of transformers, a dict and a tuple, in turn."""
 
@@ -156,6 +192,7 @@ def every_other_flagged(size: int) -> Batch:
 SUBJECTS = (
     Subject("every_kind_of_value", PassesEverything),
     Subject("every_kind_of_structure", ReturnsOutput),
+    Subject("not_contiguous", PassesStrides),
     Subject("gradient_only_sometimes", SometimesUsed, every_other_flagged, sometimes_used_loss),
 )
 

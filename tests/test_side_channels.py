@@ -1,5 +1,6 @@
 """What modules hand out by other ways than their return value arrives all the same."""
 
+from collections import UserDict
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -9,7 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from tests.subjects import Batch, Block, Subject, regression, vectors
-from tests.transformer_subjects import GPT2, LLAMA, MOE, causal, padded_text, tiny
+from tests.transformer_subjects import (
+    GPT2,
+    LLAMA,
+    MOE,
+    T5,
+    causal,
+    padded_text,
+    tiny,
+    translation,
+)
 from tests.transparency import Case, check
 
 pytestmark = pytest.mark.world
@@ -48,6 +58,7 @@ gpt2 = tiny("GPT2", "LMHeadModel", **GPT2)
 eager_gpt2 = tiny("GPT2", "LMHeadModel", **GPT2, attn_implementation="eager")
 llama = tiny("Llama", **LLAMA)
 eager_llama = tiny("Llama", **LLAMA, attn_implementation="eager")
+t5 = tiny("T5", "ForConditionalGeneration", **T5, attn_implementation="eager")
 mixtral = tiny("Mixtral", **LLAMA, **MOE, num_local_experts=4)
 qwen3_moe = tiny("Qwen3Moe", **LLAMA, **MOE, head_dim=4, num_experts=4, moe_intermediate_size=24)
 
@@ -129,6 +140,79 @@ class FillsList(nn.Module):
         return x + torch.stack(losses).sum()
 
 
+class Recalling(Block):
+    """Remembers its last output, and starts from it unless told to forget."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.memory = super().forward(x + self.memory)
+        return self.memory
+
+
+class Resets(nn.Module):
+    """Makes its children forget before it calls any of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(Recalling()) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            block[0].memory = torch.zeros(x.shape)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Sharing(nn.Module):
+    """Reads from a mapping what an earlier layer of its kind has left there."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.block = Block()
+
+    def forward(self, x: Tensor, shared: UserDict[str, tuple[Tensor]]) -> Tensor:
+        out = self.block(x)
+        if self.kind in shared:
+            out = out + shared[self.kind][0]
+        else:
+            shared[self.kind] = (out,)
+        return out
+
+
+class Shares(nn.Module):
+    """Passes a mapping, which is no dict, through its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Sharing(kind) for kind in "abab"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared: UserDict[str, tuple[Tensor]] = UserDict()
+        for layer in self.layers:
+            x = layer(x, shared)
+        return x
+
+
+def every_output_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Adds to the loss what depends on all that an encoder and a decoder can give out."""
+    out = model(**batch, output_attentions=True, output_hidden_states=True)
+    loss: Tensor = out.loss
+    kinds = ("encoder_hidden_states", "decoder_hidden_states", "cross_attentions")
+    for kind in (*kinds, "encoder_attentions", "decoder_attentions"):
+        for i, value in enumerate(out[kind]):
+            loss = loss + 0.01 * (i + 1) * value.square().mean()
+    return loss
+
+
+def continued_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Calls the model twice, the second time with the cache of the first."""
+    ids, labels = batch["input_ids"], batch["labels"]
+    cache = model(input_ids=ids[:, :4], use_cache=True).past_key_values
+    loss: Tensor = model(input_ids=ids[:, 4:], past_key_values=cache, labels=labels[:, 4:]).loss
+    return loss
+
+
 def with_loss(
     name: str, build: Callable[[], nn.Module], loss: Callable[[nn.Module, Batch], Tensor]
 ) -> Subject:
@@ -147,6 +231,11 @@ SUBJECTS = (
         "mixtral_router_logits_by_config",
         tiny("Mixtral", **LLAMA, **MOE, num_local_experts=4, output_router_logits=True),
     ),
+    Subject("t5_every_output", t5, translation, every_output_loss),
+    with_loss("gpt2_continued", gpt2, continued_loss),
+    with_loss("llama_continued", llama, continued_loss),
+    Subject("attributes_reset", Resets, vectors, regression),
+    Subject("mapping_argument", Shares, vectors, regression),
     Subject("forward_hook", WithHook, vectors, regression),
     Subject("forward_hook_that_changes", lambda: WithHook(True), vectors, regression),
     Subject("attributes", ReadsAttributes, vectors, regression),

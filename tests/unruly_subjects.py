@@ -226,6 +226,66 @@ def grad_mode(enabled: bool) -> Iterator[None]:
         yield
 
 
+class RunningStatistic(nn.Module):
+    """Keeps a statistic of its children's results in a buffer, and uses it at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x + self.mean
+
+
+class Recomputed(torch.autograd.Function):
+    """Runs layers without a graph, and again with one in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layers: nn.ModuleList) -> Tensor:
+        ctx.layers = layers
+        ctx.save_for_backward(x)
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None]:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            start = out = x.detach().requires_grad_()
+            for layer in ctx.layers:
+                out = layer(out)
+            torch.autograd.backward(out, gradients[0])
+        return start.grad, None
+
+
+class LayersInFunction(nn.Module):
+    """Runs some of its layers inside an autograd function, as reversible networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Block(), Block()
+        self.encoder = Reversible()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.encoder(self.first(x)))
+
+
+class Reversible(nn.Module):
+    """The part of it that can't be divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Recomputed.apply(x, self.layers)
+
+
 UNRULY_SUBJECTS = (
     Subject("branch_on_value", BranchOnValue),
     Subject("loop_on_value", LoopOnValue),
@@ -235,4 +295,6 @@ UNRULY_SUBJECTS = (
     Subject("unused_inputs", UnusedInputs, with_unused_inputs, unused_inputs_loss, degrees=(2,)),
     Subject("cache_and_options", WithCache),
     Subject("stopped_gradients", Gradients),
+    Subject("running_statistic", RunningStatistic),
+    Subject("layers_in_autograd_function", LayersInFunction, degrees=(2, 3)),
 )
