@@ -38,9 +38,9 @@ def test_it_works_with_and_without_parentheses() -> None:
 
 
 def test_names_that_are_no_arguments_raise_at_once() -> None:
-    with pytest.raises(MicrobatchError, match=r"no argument 'maks'; its arguments are x, mask"):
+    with pytest.raises(MicrobatchError, match=r"no argument 'musk'; its arguments are x, mask"):
 
-        @smp.step(non_split_inputs=["maks"])
+        @smp.step(non_split_inputs=["musk"])
         def first(x: Tensor, mask: Tensor) -> None:
             """Never runs."""
 
