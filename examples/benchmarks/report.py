@@ -13,6 +13,10 @@ from team import Step, Team
 
 Teams = Mapping[str, Team]
 
+WALL_COLUMNS = ("s/step", "x one", "of ideal", "of reachable", "ours is")
+CLOCK_COLUMNS = ("emulated s", "x one", "of ideal")
+OTHER_COLUMNS = ("peak MiB", "user s", "system s", "extra ms", "first step s", "loss")
+
 
 def middle(team: Team, value: Callable[[Step], float]) -> float:
     return median(value(step) for step in team.steps)
@@ -39,20 +43,8 @@ def show_contestants(teams: Teams, m: int, console: Console) -> None:
     ideal = 2 * m / (m + 1)
     both = 2 * ratio(teams, ONE, TOGETHER)
     table = Table(caption_justify="left")
-    table.add_column()
-    for head in ("s/step", f"x {ONE}", "of ideal", "of reachable", f"{OURS} is"):
-        table.add_column(head, justify="right")
-    for head in (
-        "emulated s",
-        "x one",
-        "of ideal",
-        "peak MiB",
-        "user s",
-        "system s",
-        "extra ms",
-        "first step s",
-        "loss",
-    ):
+    table.add_column(no_wrap=True, overflow="fold")
+    for head in (*WALL_COLUMNS, *CLOCK_COLUMNS, *OTHER_COLUMNS):
         table.add_column(head, justify="right")
     clock = middle(teams[ONE], lambda step: step.emulated)
     alone = middle(teams[TOGETHER], cpu) / 2

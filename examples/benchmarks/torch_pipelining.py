@@ -132,6 +132,7 @@ def build(job: Job) -> Trainer:
             *([batch] if is_first else []),
             target=batch if is_last else None,
             losses=losses if is_last else None,
+            return_outputs=False,  # the logits of all microbatches together would need memory
         )
         if tied is not None:
             dist.all_reduce(tied.grad)
