@@ -136,17 +136,20 @@ class Analyser:
                 return UNKNOWN
 
     def _fake(self, operand: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+        is_leaf = isinstance(operand, torch.nn.Parameter)
         with self._mode, torch.enable_grad():
             fake = torch.empty_strided(
                 meta.shape,
                 meta.stride,
                 dtype=meta.dtype,
                 device=meta.device,
-                requires_grad=meta.requires_grad,
+                requires_grad=meta.requires_grad and is_leaf,
             )
             # Only a parameter is a leaf: what was computed may be changed in place.
-            if meta.requires_grad and not isinstance(operand, torch.nn.Parameter):
-                fake = torch.empty_like(fake).copy_(fake)
+            if meta.requires_grad and not is_leaf:
+                anchor = torch.empty(0, requires_grad=True)
+                made: torch.Tensor = _Computed.apply(anchor, fake)  # type: ignore[no-untyped-call]
+                return made
         return fake
 
     def _describe(
@@ -181,6 +184,19 @@ class Analyser:
             if fake._version != versions[key] or meta_of(fake) != metas[first[id(fake)]]
         )
         return Effect(known=True, template=template, results=tuple(results), changed=changed)
+
+
+class _Computed(torch.autograd.Function):
+    """Gives a tensor a history without changing how it lies in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(data)
+        return data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None]:
+        return None, None
 
 
 def template_of(obj: Any, slot: Callable[[torch.Tensor], Slot]) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -79,6 +80,7 @@ class Body:
         num_backwards: how many backward passes it has begun.
         digest: of the path that it took so far; equal on all ranks.
         last_origin: the last thing on that path.
+        written: once replicated tensors that an owned operand changed in place.
         compute_seconds: time spent in placed modules, owned operations and backward passes.
     """
 
@@ -103,6 +105,8 @@ class Body:
         self._number = 0
         self._stages: dict[int, int] = {}
         self._static: dict[int, Value] = {}
+        self._kept_alive: list[torch.Tensor] = []
+        self.written: list[tuple[weakref.ref[torch.Tensor], Value]] = []
         # By identity, and with the storage, so that an identity can't be given to another one.
         self._owned_memory: dict[int, tuple[Any, Cell]] = {}
 
@@ -141,14 +145,13 @@ class Body:
 
     def value_of(self, tensor: torch.Tensor) -> Value | None:
         """Returns the value that a tensor is in this body, None if it is replicated."""
+        known = self._static.get(id(tensor))
+        if known is not None:
+            return known
         owner = self.engine.ownership.owner_of(tensor)
         if owner is not None:
-            known = self._static.get(id(tensor))
-            if known is None:
-                meta = self.engine.ownership.meta_of(tensor)
-                known = self.new_value(owner, meta, 0, "a parameter")
-                self._static[id(tensor)] = known
-            return known
+            meta = self.engine.ownership.meta_of(tensor)
+            return self._keep(tensor, self.new_value(owner, meta, 0, "a parameter"))
         value = tag_of(tensor)
         if value is not None:
             return value if value.scope is self else self._take_over(tensor, value)
@@ -165,6 +168,13 @@ class Body:
         if tensor.requires_grad and tensor.is_leaf:
             # Every rank made this leaf; its gradient must come together on one of them.
             return self.adopt(tensor, 0, meta_of(tensor), _LEAF)
+        if tensor.requires_grad and self.size > 1:
+            # Nothing replicated has a history: this came out of a module behind glue's back.
+            raise NotSupportedError(
+                f"a tensor ({meta_of(tensor).describe()}) made inside a module of rank "
+                f"{self.rank} came out by a list or object that the other ranks don't see; "
+                "return it from the module, or keep it in an attribute of the module"
+            )
         return None
 
     def _take_over(self, tensor: torch.Tensor, value: Value) -> Value:
@@ -177,9 +187,20 @@ class Body:
                 "live inside one module"
             )
         origin = _LEAF if is_leaf else "a tensor of an earlier body"
-        kept = self.adopt(tensor, value.owner, value.meta, origin)
-        kept.base = value.base
-        return kept
+        # The tag stays as it is: other microbatches may use the tensor as well.
+        taken = self.new_value(value.owner, value.meta, 0, origin)
+        taken.base = value.base
+        return self._keep(tensor, taken)
+
+    def forget(self, parameter: torch.Tensor) -> None:
+        """Forgets the value of a parameter that is about to look different."""
+        self._static.pop(id(parameter), None)
+
+    def _keep(self, tensor: torch.Tensor, value: Value) -> Value:
+        """Remembers the value of a tensor that is not of this body alone."""
+        self._static[id(tensor)] = value
+        self._kept_alive.append(tensor)
+        return value
 
     def new_value(
         self, owner: int, meta: TensorMeta, depth: int, origin: str, cell: Cell | None = None
@@ -237,6 +258,7 @@ class Body:
                 self._owned_memory[storage._cdata] = (storage, cell)
             value = self.new_value(target, meta, depth, "a tensor changed in place", cell)
             tag(tensor, value)
+            self.written.append((weakref.ref(tensor), value))
             return
         self._check_change(value, target)
         value.cell.owner = target

@@ -24,10 +24,11 @@ from . import device
 from .analysis import Analyser
 from .body import Body, set_current_body
 from .clock import Clock
-from .errors import PeerError, SMPError, WaitTimeoutError
-from .export import Exported, export
+from .errors import PeerError, SMPError, UsageError, WaitTimeoutError
+from .export import Exported, export, settle
 from .failure import drawn, locate
-from .glue import GlueMode
+from .glue import GlueMode, watch_autograd_functions
+from .native_checkpoint import watch_checkpointing
 from .ownership import Ownership
 from .paths import Paths, describe
 from .reports import Reports
@@ -66,6 +67,9 @@ class Engine:
     def __init__(
         self, transport: Transport, *, policy: Policy, active: int, timeout: float, clock: Clock
     ) -> None:
+        if transport.size > 1:
+            watch_autograd_functions()
+            watch_checkpointing()
         self.transport = transport
         self.clock = clock
         self.analyser = Analyser()
@@ -97,6 +101,10 @@ class Engine:
 
         What this rank sends would pile up there.
         """
+        if self.transport.is_closed:
+            raise UsageError(
+                "an earlier step failed, and the other ranks were told so; this job can't go on"
+            )
         self.step += 1
         deadline = time.monotonic() + self._timeout
         transport = self.transport
@@ -156,6 +164,7 @@ class Engine:
                 self._make_threads(lives)
                 self._drive(begun)
             results = [self._import(run) for run in self._runs]
+            self._restore(self._runs[-1])
         except BaseException as error:
             self._abort(error)
             raise
@@ -270,7 +279,7 @@ class Engine:
         saved = host_random_state(), device.random_state()
         if self.step <= _LEARNING_STEPS:
             self.reports.look_around(self.ownership.placed.values())
-        attributes = self.reports.kept_attributes()
+        run.kept = self.reports.kept_attributes()
         self.clock.pause()
         self._idle.release()
         run.go.acquire()
@@ -280,9 +289,12 @@ class Engine:
         # Another body ran meanwhile: this one must find the world as it left it.
         set_host_random_state(saved[0])
         device.set_random_state(saved[1])
-        for module, name, kept in attributes:
-            vars(module)[name] = kept
+        self._restore(run)
         run.state = "running"
+
+    def _restore(self, run: Run) -> None:
+        for module, name, kept in run.kept:
+            vars(module)[name] = kept
 
     def _live(
         self,
@@ -299,9 +311,13 @@ class Engine:
         try:
             with contextlib.nullcontext() if state is None else state.restored():
                 body.streams.begin()
+                if body.microbatch:  # go on from where the microbatch before is
+                    self._restore(self._runs[body.microbatch - 1])
                 with body.glue:
                     result = function(*call[0], **call[1])
                 run.result, run.addresses = export(body, result, detach)
+                run.unsettled = settle(body)
+                run.kept = self.reports.kept_attributes()
             run.num_done = len(run.path)
         except Abandoned:
             pass
@@ -382,6 +398,10 @@ class Engine:
             received = self.receive(exported.address).tensors[0]
             return received.to(device.local(exported.device))
 
+        for tensor, address in run.unsettled:
+            self._await(address)
+            for data in self.receive(address).tensors:
+                tensor.data.copy_(data)
         return map_instances(Exported, bring, run.result)
 
     # -- outside the bodies ------------------------------------------------------------------

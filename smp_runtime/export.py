@@ -11,7 +11,7 @@ from .body import Body
 from .errors import NotSupportedError
 from .transport import Address, Topic
 from .trees import iter_tensors, map_tensors
-from .values import tag_of
+from .values import tag_of, untag
 
 
 class Exported:
@@ -32,7 +32,6 @@ def export(body: Body, result: Any, detach: bool) -> tuple[Any, list[Address]]:
         messages that bring them.
     """
     pending: list[Address] = []
-
     check_objects(result)
 
     def ship(tensor: torch.Tensor) -> Any:
@@ -51,6 +50,31 @@ def export(body: Body, result: Any, detach: bool) -> tuple[Any, list[Address]]:
         return real.detach() if detach or not real.requires_grad else real.view_as(real)
 
     return map_tensors(ship, result), pending
+
+
+def settle(body: Body) -> list[tuple[torch.Tensor, Address]]:
+    """Makes tensors of the script that this body changed in place equal on all ranks again.
+
+    Such a tensor outlives the body, a running sum of losses, say; then the rank that changed it
+    sends it to the others.
+
+    Returns:
+        The tensors that wait for their data, and the messages that bring it.
+    """
+    waiting = []
+    for reference, value in body.written:
+        number = body.next_number("a tensor of the script")
+        address = body.address(Topic.DATA, number, value.owner)
+        tensor = reference()
+        if value.owner == body.rank:
+            data = [] if tensor is None else [body.copies.base(tensor, value).detach()]
+            for peer in body.engine.transport.peers:
+                body.engine.transport.send(peer, address, None, data)
+        elif tensor is not None:
+            waiting.append((tensor, address))
+        if tensor is not None:
+            untag(tensor)
+    return waiting
 
 
 def check_objects(result: Any) -> None:

@@ -32,7 +32,7 @@ from .values import Operand
 _log = logging.getLogger("smp_runtime")
 
 _PROPERTY_NAMES = """
-_version device dtype grad grad_fn is_cuda is_leaf is_meta is_mkldnn is_mps is_nested is_quantized
+_version device dtype grad is_cuda is_meta is_mkldnn is_mps is_nested is_quantized
 is_sparse is_xpu itemsize layout name names nbytes ndim output_nr shape
 """
 _METHOD_NAMES = """
@@ -56,6 +56,13 @@ def _local_functions() -> frozenset[Any]:
 # What any rank can tell from what it holds: shapes, types, and what autograd keeps.
 _LOCAL = _local_functions()
 _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_IS_LEAF = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]
+_GRAD_FN = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
+_FREEZING = frozenset(
+    [torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__]  # type: ignore[attr-defined]
+)
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_AUTOGRAD = frozenset([_REQUIRES_GRAD, _IS_LEAF, _GRAD_FN])
 _MIRRORED: dict[Any, Callable[..., Any]] = {
     torch.Tensor.lt: torch.Tensor.gt,
     torch.Tensor.le: torch.Tensor.ge,
@@ -63,6 +70,10 @@ _MIRRORED: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__le__: torch.Tensor.ge,
 }
 _BACKWARD = frozenset([torch.Tensor.backward, torch.autograd.backward])
+
+
+class _Elsewhere:
+    """What `grad_fn` is where a tensor's history is on another rank."""
 
 
 class GlueMode(TorchFunctionMode):
@@ -154,11 +165,26 @@ class GlueMode(TorchFunctionMode):
                 with self.body.streams.draw():
                     return func(*args, **kwargs)
             return func(*args, **kwargs)
-        if func == _REQUIRES_GRAD:
-            value = operands[0].value
-            assert value is not None
-            return value.meta.requires_grad
+        if func in _AUTOGRAD:
+            return self._autograd(func, operands[0])
+        if func in _FREEZING and isinstance(operands[0].tensor, torch.nn.Parameter):
+            # Every rank keeps the flag of every parameter.
+            self.body.forget(operands[0].tensor)
+            return func(*args, **kwargs)
         return self._owned(func, args, kwargs, operands)
+
+    def _autograd(self, func: Callable[..., Any], operand: Operand) -> Any:
+        """Answers what autograd knows of an owned tensor, alike on all ranks."""
+        value = operand.value
+        assert value is not None
+        if func == _REQUIRES_GRAD:
+            return value.meta.requires_grad
+        if func == _IS_LEAF:
+            return isinstance(operand.tensor, torch.nn.Parameter) or not value.meta.requires_grad
+        if not value.meta.requires_grad:
+            return None
+        real = value.owner == self.body.rank
+        return func(self.body.copies.base(operand.tensor, value)) if real else _Elsewhere()
 
     def _owned(
         self,
@@ -172,6 +198,11 @@ class GlueMode(TorchFunctionMode):
         if func is torch.autograd.grad:
             raise NotSupportedError(
                 "torch.autograd.grad inside a step is not supported on a partitioned model"
+            )
+        if func == _SET_DATA:
+            raise NotSupportedError(
+                "h.data = ... on a tensor that a rank owns is not supported; use h.copy_(...) "
+                "under torch.no_grad(), which the other ranks hear of"
             )
         if func is torch.Tensor.__iter__:
             with self.resumed():

@@ -15,8 +15,6 @@ from torch.utils.hooks import RemovableHandle
 from .body import current_body
 from .data_parallel import average_gradients, broadcast_state
 from .errors import NotSupportedError, UsageError
-from .glue import watch_autograd_functions
-from .native_checkpoint import watch_checkpointing
 from .norms import clip_gradients, watch_clip_grad_norm
 from .optimizer import keep_local
 from .partitioning import Partition, partition
@@ -164,6 +162,8 @@ class DistributedModel(Wrapper):
         if retain_graph or create_graph:
             raise NotSupportedError("model.backward supports no retain_graph and no create_graph")
         body = current_body()
+        if body is None:
+            raise UsageError("model.backward can only be called inside an @smp.step function")
         if self._part is None and self._runtime.placement.size("pp") > 1:
             raise UsageError(
                 "model.backward was called before the model; call model(...) in the step, not its "
@@ -250,8 +250,6 @@ class DistributedModel(Wrapper):
         make_equal(self._part.shared, engine, body)
         broadcast_state(self.get_module(), runtime)
         self._remote_gradients = RemoteGradients(self.get_module(), self._part)
-        watch_autograd_functions()
-        watch_checkpointing()
         watch_clip_grad_norm(self._part, runtime)
         if self._optimizer is not None:
             keep_local(self._optimizer, self._part)

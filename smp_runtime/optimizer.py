@@ -6,10 +6,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
+from .errors import NotSupportedError
 from .placing import LocalPart
-from .runtime import current
+from .runtime import current, is_initialized
 
 
 def DistributedOptimizer(  # noqa: N802 - SMP's name
@@ -31,8 +33,16 @@ def DistributedOptimizer(  # noqa: N802 - SMP's name
 
     Returns:
         The same object.
+
+    Raises:
+        NotSupportedError: LBFGS on a model over several ranks.
     """
     runtime = current()
+    if isinstance(optimizer, torch.optim.LBFGS) and runtime.placement.size("pp") > 1:
+        raise NotSupportedError(
+            "LBFGS needs all parameters in one place and can't step on a partitioned model; use a "
+            "first-order optimizer such as AdamW"
+        )
     if not isinstance(optimizer, _LocalBase):
         cls: Any = type(optimizer)
         optimizer.__class__ = _local(cls)
@@ -66,6 +76,15 @@ def _local(cls: type[Any]) -> type[Any]:
                 return loss
             return None if closure is None else closure()
 
+        def add_param_group(self, param_group: dict[str, Any]) -> None:
+            """Adds a group, of which this rank's parameters stay."""
+            super().add_param_group(param_group)
+            model = current().model if is_initialized() else None
+            if model is not None:
+                model.attach_optimizer(self)
+
+    # torch wraps `step` for its hooks, once per class; the parent's is wrapped already.
+    Local.step.hooked = True  # type: ignore[attr-defined]
     Local.__name__ = cls.__name__
     Local.__qualname__ = cls.__qualname__
     Local.__module__ = cls.__module__

@@ -11,6 +11,8 @@ from torch import nn
 from .ownership import PlacedModule
 from .tensors import TensorMeta
 
+_INTERNAL = frozenset(vars(nn.Module()))
+
 
 class HookCall(NamedTuple):
     """A forward hook that fired inside a placed module.
@@ -120,7 +122,7 @@ class Reports:
             (module, attribute, held)
             for module in self._glue_modules
             for attribute, held in vars(module).items()
-            if isinstance(held, torch.Tensor)
+            if attribute not in _INTERNAL
         ]
         return placed + glue
 

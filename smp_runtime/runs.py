@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import nn
+
 from .body import Body
 from .schedule import Action
 from .transport import Address
@@ -32,6 +35,8 @@ class Run:
         is_entering: it is about to run a module of this rank.
         state: `new`, `running`, `waiting` or `done`.
         result: what the body returned.
+        unsettled: tensors of the script that wait for what another rank made of them.
+        kept: what modules kept in attributes when the body stopped last.
         error: what it raised.
         go: released when it may go on.
     """
@@ -47,6 +52,8 @@ class Run:
     is_entering: bool = False
     state: str = "new"
     result: Any = None
+    unsettled: list[tuple[torch.Tensor, Address]] = field(default_factory=list)
+    kept: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
     error: BaseException | None = None
     go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 

@@ -82,6 +82,7 @@ class Transport:
         has_raised: that report was raised here.
         gone: the ranks that have left, in peace or not.
         ended: the last step that each peer has ended.
+        is_closed: nothing more is said to the others.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Transport:
         self._locks = [threading.Lock() for _ in streams]
         self._read_clock = read_clock
         self._mailbox: dict[Address, Message] = {}
-        self._is_closed = False
+        self.is_closed = False
         self._threads = {
             peer: threading.Thread(
                 target=self._listen, args=(peer,), daemon=True, name=f"smp-recv-{peer}"
@@ -196,9 +197,9 @@ class Transport:
 
     def fail(self, report: str) -> None:
         """Tells every other rank why this one fails. Never raises."""
-        if self._is_closed or not self.peers:
+        if self.is_closed or not self.peers:
             return
-        self._is_closed = True
+        self.is_closed = True
         for peer in self.peers:
             with suppress(Exception):  # the first failure must not be covered by this one
                 self.send(peer, Address(Topic.FAILURE, -1, -1, 0, self.rank), report)
@@ -207,8 +208,8 @@ class Transport:
 
     def close(self, patience: float = 5.0) -> None:
         """Takes leave of the other ranks and waits a little for theirs."""
-        if not self._is_closed:
-            self._is_closed = True
+        if not self.is_closed:
+            self.is_closed = True
             for peer in self.peers:
                 with suppress(Exception):  # a peer that is gone needs no goodbye
                     self.send(peer, Address(Topic.GOODBYE, -1, -1, 0, self.rank))
@@ -249,7 +250,7 @@ class Transport:
             except Exception as error:  # noqa: BLE001 - whatever it is, the peer is lost
                 # After this rank's own goodbye a broken connection is no news. A failure is.
                 reason = f"rank {peer} is gone: the connection to it broke ({error})"
-                self._lose(peer, None if self._is_closed else reason)
+                self._lose(peer, None if self.is_closed else reason)
                 return
             if address.topic in (Topic.FAILURE, Topic.GOODBYE):
                 self._lose(peer, message.content)

@@ -178,6 +178,11 @@ def tag(tensor: torch.Tensor, value: Value) -> None:
     tensor._smp_value = value  # type: ignore[attr-defined]
 
 
+def untag(tensor: torch.Tensor) -> None:
+    """Says that a tensor is replicated again."""
+    vars(tensor).pop(_TAG, None)
+
+
 def tag_of(tensor: torch.Tensor) -> Value | None:
     """Returns the value that `tensor` is, None if it is replicated."""
     return getattr(tensor, _TAG, None)
