@@ -19,7 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .tensors import TensorMeta, meta_of
-from .trees import LEAF_TYPES, is_container, map_tensors
+from .trees import LEAF_TYPES, is_container, is_dict, map_tensors
 
 _MAX_KEPT = 8192
 
@@ -254,7 +254,7 @@ def signature(
         return Ellipsis, positions[id(obj)]
     if isinstance(obj, (tuple, list)):
         return type(obj), *(signature(item, positions, opaque) for item in obj)
-    if isinstance(obj, dict):
+    if is_dict(obj):
         return type(obj), *((key, signature(item, positions, opaque)) for key, item in obj.items())
     if isinstance(obj, slice):
         parts = (obj.start, obj.stop, obj.step)

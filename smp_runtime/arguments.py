@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .analysis import signature
-from .trees import LEAF_TYPES, is_container
+from .trees import LEAF_TYPES, is_container, is_dict
 
 
 class Change(NamedTuple):
@@ -38,7 +38,7 @@ def opaque_arguments(obj: Any) -> list[Any]:
     """The arguments, or parts of them, that each rank has an object of its own for."""
     if type(obj) in LEAF_TYPES or isinstance(obj, (torch.Tensor, type)):
         return []
-    if isinstance(obj, dict):
+    if is_dict(obj):
         obj = list(obj.values())
     if isinstance(obj, (tuple, list)):
         return [leaf for item in obj for leaf in opaque_arguments(item)]
@@ -49,7 +49,7 @@ def holds_values(obj: Any, arguments: list[Any]) -> bool:
     """Says whether a result has parts that are neither tensors nor None nor arguments."""
     if obj is None or isinstance(obj, torch.Tensor):
         return False
-    if isinstance(obj, dict):
+    if is_dict(obj):
         return any(holds_values(item, arguments) for item in obj.values())
     if isinstance(obj, (tuple, list)):
         return any(holds_values(item, arguments) for item in obj)
@@ -70,7 +70,7 @@ def mutable_arguments(obj: Any) -> Iterator[Any]:
     if isinstance(obj, list):
         for item in obj:
             yield from mutable_arguments(item)
-    elif isinstance(obj, dict):
+    elif is_dict(obj):
         for item in obj.values():
             yield from mutable_arguments(item)
     elif dataclasses.is_dataclass(obj):
@@ -82,7 +82,7 @@ def contents(mutable: Any) -> Any:
     """Returns a shallow copy of what a mutable argument holds."""
     if isinstance(mutable, (list, set)):
         return list(mutable)
-    if isinstance(mutable, dict) and not dataclasses.is_dataclass(mutable):
+    if is_dict(mutable) and not dataclasses.is_dataclass(mutable):
         return dict(mutable)
     return dict(getattr(mutable, "__dict__", {}))
 
@@ -96,7 +96,7 @@ def change_of(position: int, mutable: Any, before: Any) -> Change | None:
     changed = {key: value for key, value in now.items() if before.get(key, before) is not value}
     if not changed and len(now) == len(before):
         return None
-    return Change(position, now if isinstance(mutable, dict) else changed)
+    return Change(position, now if is_dict(mutable) else changed)
 
 
 def apply_change(mutable: Any, content: Any) -> None:
@@ -106,7 +106,7 @@ def apply_change(mutable: Any, content: Any) -> None:
     elif isinstance(mutable, set):
         mutable.clear()
         mutable.update(content)
-    elif isinstance(mutable, dict):
+    elif is_dict(mutable):
         for key in [key for key in mutable if key not in content]:
             del mutable[key]
         mutable.update(content)
