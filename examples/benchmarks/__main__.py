@@ -66,7 +66,7 @@ def compare(shape: Shape, m: int, args: argparse.Namespace, console: Console) ->
 def main() -> None:
     args = options()
     # Wide enough for the tables where the output is a file.
-    console = Console(width=None if Console().is_terminal else 180)
+    console = Console(width=None if Console().is_terminal else 190)
     console.print(f"{processor()}, torch {torch.__version__}, one thread per rank")
     shape = replace(PRESETS[args.preset], optimizer=args.optimizer, is_tied=not args.untied)
     for vocabulary in args.vocabularies:
