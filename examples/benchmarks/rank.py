@@ -60,12 +60,13 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever prints must not get between the replies
     torch.set_num_threads(1)
+    subject = importlib.import_module(job.subject)
     baseline = memory("VmRSS")
 
     def tell(content: Any) -> None:
         print(json.dumps(content), file=replies, flush=True)
 
-    trainer: Trainer = importlib.import_module(job.subject).build(job)
+    trainer: Trainer = subject.build(job)
     is_first = True
     for line in sys.stdin:
         tell(asdict(run_turn(trainer, int(line), baseline)))
