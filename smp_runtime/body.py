@@ -147,6 +147,7 @@ class Body:
         """Returns the value that a tensor is in this body, None if it is replicated."""
         known = self._static.get(id(tensor))
         if known is not None:
+            self.engine.ownership.check_written(tensor, self.step, self.microbatch)
             return known
         owner = self.engine.ownership.owner_of(tensor)
         if owner is not None:
@@ -261,6 +262,8 @@ class Body:
             self.written.append((weakref.ref(tensor), value))
             return
         self._check_change(value, target)
+        if id(tensor) in self._static:
+            self.engine.ownership.note_write(tensor, self.step, self.microbatch)
         value.cell.owner = target
         value.cell.num_writes += 1
         has_new_look = (meta.shape, meta.stride) != (value.meta.shape, value.meta.stride)

@@ -68,6 +68,7 @@ class Call:
         self.depth = body.copies.depth_at(self.operands, placed.owner)
         self.table: list[torch.Tensor] = []
         self.num_numbered = 0
+        self.watched_hooks = body.engine.reports.hooks(placed)
         self.hooks: list[HookCall] = []
         self.used: list[torch.Tensor] = []
         self.same: dict[int, int] = {}
@@ -91,12 +92,7 @@ class Call:
             if id(tensor) not in positions:
                 positions[id(tensor)] = len(positions)
                 metas.append(meta_of(tensor) if value is None else value.meta)
-        hooks: tuple[Any, ...] = ()
-        if self.placed.has_hooks:
-            hooks = tuple(
-                (name, len(module._forward_hooks), len(module._forward_pre_hooks))
-                for name, module in self.placed.modules
-            )
+        hooks = tuple((name, kind) for name, _, kind, _, _ in self.watched_hooks)
         return (
             self.placed.path,
             comparable(self.arguments, positions),
@@ -122,11 +118,12 @@ class Call:
         given = (*args, *kwargs.values())
         before = [(mutable, contents(mutable)) for mutable in mutable_arguments(given)]
         with ExitStack() as stack:
-            if self.placed.has_hooks:
-                for name, module in self.placed.modules:
-                    self._watch_hooks(stack, name, module)
+            for position, watched in enumerate(self.watched_hooks):
+                self._watch_hook(stack, position, *watched)
             with body.computing():
                 output = self.native(*args, **kwargs)
+        if self.placed.has_hooks:
+            body.engine.reports.note_own_hooks(self.placed, self.watched_hooks)
         report = self._report(output, versions, before)
         self._announce(key, number, report)
         return self._finish(report)
@@ -204,7 +201,8 @@ class Call:
         if known is None:
             engine.reports.learn(key, report)
             for peer in engine.transport.peers:
-                engine.transport.send(peer, _key_address(key, body.rank), report)
+                place = (body.step, body.microbatch, number, self.placed.path)
+                engine.transport.send(peer, _key_address(key, body.rank), (report, place))
         elif not known.varies and report != known:
             raise PathMismatchError(
                 f"{self.placed.path} gave another structure for the same kind of arguments than "
@@ -217,17 +215,17 @@ class Call:
             for peer in engine.transport.peers:
                 engine.transport.send(peer, address, report)
 
-    def _watch_hooks(self, stack: ExitStack, name: str, module: nn.Module) -> None:
-        for kind in ("_forward_hooks", "_forward_pre_hooks"):
-            hooks = getattr(module, kind)
-            for position, (identity, hook) in enumerate(list(hooks.items())):
-                hooks[identity] = functools.partial(self._fire, name, kind, position, hook)
-                stack.callback(_put_back, hooks, identity, hook)
+    def _watch_hook(
+        self, stack: ExitStack, position: int, name: str, module: nn.Module, *where: Any
+    ) -> None:
+        kind, identity, hook = where
+        hooks = getattr(module, kind)
+        hooks[identity] = functools.partial(self._fire, name, position, hook)
+        stack.callback(_put_back, hooks, identity, hook)
 
     def _fire(
         self,
         name: str,
-        kind: str,
         position: int,
         hook: Callable[..., Any],
         module: nn.Module,
@@ -235,7 +233,7 @@ class Call:
     ) -> Any:
         first = len(self.table)
         frozen = self._freeze(arguments)
-        self.hooks.append(HookCall(name, kind, position, frozen, first, len(self.table)))
+        self.hooks.append(HookCall(position, frozen, first, len(self.table)))
         for index in range(first, len(self.table)):
             self.table[index] = self._number(self.table[index], meta_of(self.table[index]))
         self.num_numbered = len(self.table)
@@ -258,7 +256,7 @@ class Call:
             # Left in the mailbox: bodies of several microbatches may wait for the same news.
             address = _key_address(key, self.placed.owner)
             engine.wait(body, [address])
-            report = engine.transport.look(address).content
+            report, _ = engine.transport.look(address).content
             assert isinstance(report, Report)
             engine.reports.learn(key, report)
         if report.varies:
@@ -269,13 +267,11 @@ class Call:
         return report
 
     def _hand_out(self, report: Report) -> Any:
-        modules = dict(self.placed.modules)
         for hook_call in report.hooks:
             for meta in report.metas[hook_call.first : hook_call.end]:
                 self.table.append(self._number(None, meta))
             self.num_numbered = len(self.table)
-            module = modules[hook_call.module]
-            hook = list(getattr(module, hook_call.kind).values())[hook_call.position]
+            _, module, _, _, hook = self.watched_hooks[hook_call.position]
             arguments = thaw(hook_call.arguments, self._resolve)
             with self.body.glue.resumed():
                 hook(module, *arguments)

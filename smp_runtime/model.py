@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from . import device
 from .body import current_body
 from .data_parallel import average_gradients, broadcast_state
 from .errors import NotSupportedError, UsageError
@@ -105,6 +106,11 @@ class DistributedModel(Wrapper):
         if self._remote_gradients is not None:
             self._remote_gradients.clear()
         return super()._apply(fn, recurse)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank, where a script should send its batches."""
+        return device.current_device()
 
     # -- the step ----------------------------------------------------------------------------
 

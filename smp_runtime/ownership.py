@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from . import device
-from .errors import UsageError
+from .errors import NotSupportedError, UsageError
 from .tensors import TensorMeta, meta_of
 
 
@@ -63,6 +63,7 @@ class Ownership:
         # By identity, and with the tensor, so that an identity can't be given to another object.
         self._owners: dict[int, tuple[torch.Tensor, int]] = {}
         self._unplaced: dict[int, torch.Tensor] = {}
+        self._writers: dict[int, tuple[int, int]] = {}
 
     def own(self, tensor: torch.Tensor, owner: int) -> None:
         """Says that a parameter or buffer belongs to a rank; the first word counts."""
@@ -82,6 +83,24 @@ class Ownership:
             raise UsageError(
                 "a parameter of the model was used before the first call of the model; the model "
                 "is partitioned in that call: call model(...) first in the step"
+            )
+
+    def note_write(self, tensor: torch.Tensor, step: int, microbatch: int) -> None:
+        """Notes that glue changed a parameter or buffer in place."""
+        self._writers[id(tensor)] = (step, microbatch)
+
+    def check_written(self, tensor: torch.Tensor, step: int, microbatch: int) -> None:
+        """Makes sure that no later microbatch changed a parameter or buffer already.
+
+        Raises:
+            NotSupportedError: one did.
+        """
+        last_step, writer = self._writers.get(id(tensor), (-1, -1))
+        if last_step == step and writer > microbatch:
+            raise NotSupportedError(
+                f"a buffer that a module changes in place, and whose children are on several "
+                f"ranks, was changed by microbatch {writer} before microbatch {microbatch} had "
+                "ended; place the module on one rank (smp.set_partition), or use one microbatch"
             )
 
     def owner_of(self, tensor: torch.Tensor) -> int | None:

@@ -83,7 +83,11 @@ class Paths:
             PathMismatchError: there is such a message.
         """
         transport, body = self._transport, run.body
-        needed = [a for a in run.addresses if a.topic in _IN_ORDER and not transport.has(a)]
+        missing = [a for a in run.addresses if not transport.has(a)]
+        for address in missing:
+            if address.topic is Topic.STRUCTURE:
+                self._check_structure(run, address)
+        needed = [a for a in missing if a.topic in _IN_ORDER]
         if not needed:
             return
         for address, message in transport.arrived_for(body.step, body.microbatch):
@@ -99,6 +103,26 @@ class Paths:
                     f"while rank {transport.rank} waits for {describe(needed[0])} after "
                     f"{body.last_origin}. {_ADVICE}"
                 )
+
+    def _check_structure(self, run: Run, needed: Address) -> None:
+        """Looks for signs that the owner of a module saw other arguments than this rank."""
+        transport, body = self._transport, run.body
+        place = (body.step, body.microbatch, body.number)
+        has_ended = transport.ended.get(needed.source, -1) >= body.step
+        has_passed = has_ended or any(
+            address.source == needed.source
+            and address.topic in _IN_ORDER
+            and address.number > body.number
+            for address, _ in transport.arrived_for(body.step, body.microbatch)
+        )
+        told = [message.content[1] for _, message in transport.arrived_for(-1, -1)]
+        if has_passed or any(other[:3] == place for other in told):
+            raise PathMismatchError(
+                f"{body.last_origin} was called with arguments that differ between ranks "
+                f"{needed.source} and {transport.rank} in other things than the values of "
+                "tensors: an object (a cache, say) that modules filled on their own ranks only, "
+                "or a branch that depends on the rank, on time, or on unseeded random numbers"
+            )
 
     def _compare(self, step: int) -> None:
         """Compares a step's paths with those peers whose word has come."""

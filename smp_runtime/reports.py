@@ -18,16 +18,12 @@ class HookCall(NamedTuple):
     """A forward hook that fired inside a placed module.
 
     Attributes:
-        module: name of the module inside the placed one.
-        kind: `_forward_hooks` or `_forward_pre_hooks`.
-        position: place among the module's hooks of that kind.
+        position: place among the hooks of the placed module that every rank has.
         arguments: frozen arguments of the hook after the module itself.
         first: position of the first tensor of the report that came out through this hook.
         end: position after the last one.
     """
 
-    module: str
-    kind: str
     position: int
     arguments: bytes
     first: int
@@ -64,6 +60,7 @@ class Reports:
         self._known: dict[Any, Report] = {}
         self._seen: dict[str, dict[tuple[str, str], torch.Tensor]] = {}
         self._kept: dict[tuple[int, str], tuple[nn.Module, str]] = {}
+        self._own_hooks: set[tuple[int, str, int]] = set()
         self._glue_modules: tuple[nn.Module, ...] = ()
 
     def get(self, key: Any) -> Report | None:
@@ -107,6 +104,28 @@ class Reports:
     def note_attribute(self, module: nn.Module, attribute: str) -> None:
         """Notes that a placed module keeps a tensor in an attribute."""
         self._kept[id(module), attribute] = (module, attribute)
+
+    def hooks(self, placed: PlacedModule) -> list[tuple[str, nn.Module, str, int, Any]]:
+        """Lists the forward hooks that every rank has: name, module, kind, identity, hook."""
+        if not placed.has_hooks:
+            return []
+        return [
+            (name, module, kind, identity, hook)
+            for name, module in placed.modules
+            for kind in ("_forward_hooks", "_forward_pre_hooks")
+            for identity, hook in getattr(module, kind).items()
+            if (id(module), kind, identity) not in self._own_hooks
+        ]
+
+    def note_own_hooks(self, placed: PlacedModule, before: list[Any]) -> None:
+        """Notes hooks that a module registered in its own forward, which ran on its owner only.
+
+        They are the module's own affair: what they collect comes out through its result.
+        """
+        known = {(id(module), kind, identity) for _, module, kind, identity, _ in before}
+        for _, module, kind, identity, _ in self.hooks(placed):
+            if (id(module), kind, identity) not in known:
+                self._own_hooks.add((id(module), kind, identity))
 
     def watch_glue(self, modules: tuple[nn.Module, ...]) -> None:
         """Names the modules whose own forward is glue; they may keep tensors as well."""
