@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from smp_runtime.errors import PathMismatchError
 from tests.subjects import Batch, Block, Subject, regression, vectors
 from tests.transformer_subjects import (
     GPT2,
@@ -232,8 +233,6 @@ SUBJECTS = (
         tiny("Mixtral", **LLAMA, **MOE, num_local_experts=4, output_router_logits=True),
     ),
     Subject("t5_every_output", t5, translation, every_output_loss),
-    with_loss("gpt2_continued", gpt2, continued_loss),
-    with_loss("llama_continued", llama, continued_loss),
     Subject("attributes_reset", Resets, vectors, regression),
     Subject("mapping_argument", Shares, vectors, regression),
     Subject("forward_hook", WithHook, vectors, regression),
@@ -247,3 +246,9 @@ SUBJECTS = (
 @pytest.mark.parametrize("subject", SUBJECTS, ids=str)
 def test_side_channel_trains_as_one_process_does(subject: Subject, degree: int) -> None:
     check(subject, degree, [Case(1), Case(3, "simple")])
+
+
+def test_cache_that_others_filled_is_refused() -> None:
+    # The ranks could not tell from their own caches what the second call is given.
+    with pytest.raises(PathMismatchError, match="a cache, say"):
+        check(with_loss("llama_continued", llama, continued_loss), 2, [Case(2)])

@@ -6,6 +6,7 @@ kind. Models of transformers are in `test_transparency_transformers.py`.
 
 import pytest
 
+from smp_runtime.errors import NotSupportedError
 from tests.parameter_subjects import PARAMETER_SUBJECTS
 from tests.subjects import (
     SUBJECTS,
@@ -18,7 +19,7 @@ from tests.subjects import (
     tokens,
 )
 from tests.transparency import Case, check
-from tests.unruly_subjects import UNRULY_SUBJECTS
+from tests.unruly_subjects import UNRULY_SUBJECTS, RunningStatistic
 
 pytestmark = pytest.mark.world
 
@@ -53,3 +54,11 @@ def test_trains_as_one_process_does(subject: Subject, degree: int) -> None:
 )
 def test_any_number_of_microbatches(subject: Subject, degree: int) -> None:
     check(subject, degree, ALL_CASES)
+
+
+def test_state_between_stages_is_right_or_refused() -> None:
+    subject = Subject("running_statistic", RunningStatistic)
+    check(subject, 2, [Case(1)])
+    # The next microbatch would change the statistic before the last stage of this one reads it.
+    with pytest.raises(NotSupportedError, match="changed by microbatch"):
+        check(subject, 2, [Case(3)])

@@ -295,6 +295,5 @@ UNRULY_SUBJECTS = (
     Subject("unused_inputs", UnusedInputs, with_unused_inputs, unused_inputs_loss, degrees=(2,)),
     Subject("cache_and_options", WithCache),
     Subject("stopped_gradients", Gradients),
-    Subject("running_statistic", RunningStatistic),
     Subject("layers_in_autograd_function", LayersInFunction, degrees=(2, 3)),
 )
