@@ -33,7 +33,7 @@ from .values import Operand
 _log = logging.getLogger("smp_runtime")
 
 _PROPERTY_NAMES = """
-_version dtype grad is_cuda is_meta is_mkldnn is_mps is_nested is_quantized
+_version dtype grad is_cuda is_mkldnn is_mps is_nested is_quantized
 is_sparse is_xpu itemsize layout name names nbytes ndim output_nr shape
 """
 _METHOD_NAMES = """
@@ -63,6 +63,7 @@ _FREEZING = frozenset(
     [torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__]  # type: ignore[attr-defined]
 )
 _DEVICE: Callable[..., Any] = torch.Tensor.device.__get__
+_IS_META: Callable[..., Any] = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _AUTOGRAD = frozenset([_REQUIRES_GRAD, _IS_LEAF, _GRAD_FN])
 _MIRRORED: dict[Any, Callable[..., Any]] = {
@@ -157,8 +158,8 @@ class GlueMode(TorchFunctionMode):
         """Runs one operation while this mode is off the stack."""
         if func in _LOCAL:
             return func(*args, **kwargs)
-        if func == _DEVICE:
-            return self._device(args[0])
+        if func == _DEVICE or func == _IS_META:
+            return self._whereabouts(func, args[0])
         if func in _MIRRORED and len(args) == 2 and isinstance(args[1], torch.Tensor):
             # Python asks a stand-in on the right first, as its type is a subclass, for the
             # mirrored comparison; the owner has none there. All ranks must see one function.
@@ -177,11 +178,12 @@ class GlueMode(TorchFunctionMode):
             return func(*args, **kwargs)
         return self._owned(func, args, kwargs, operands)
 
-    def _device(self, tensor: torch.Tensor) -> torch.device:
+    def _whereabouts(self, func: Callable[..., Any], tensor: torch.Tensor) -> Any:
         """Answers for a parameter of another rank as for one's own: the device of this rank."""
-        found: torch.device = _DEVICE(tensor)
-        is_away = found.type == "meta" and self.body.engine.ownership.owner_of(tensor) is not None
-        return device.current_device() if is_away else found
+        found = func(tensor)
+        if tensor.is_meta and self.body.engine.ownership.owner_of(tensor) is not None:
+            return device.current_device() if func == _DEVICE else False
+        return found
 
     def _autograd(self, func: Callable[..., Any], operand: Operand) -> Any:
         """Answers what autograd knows of an owned tensor, alike on all ranks."""
