@@ -209,8 +209,8 @@ def every_output_loss(model: nn.Module, batch: Batch) -> Tensor:
 def continued_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Calls the model twice, the second time with the cache of the first."""
     ids, labels = batch["input_ids"], batch["labels"]
-    cache = model(input_ids=ids[:, :4], use_cache=True).past_key_values
-    loss: Tensor = model(input_ids=ids[:, 4:], past_key_values=cache, labels=labels[:, 4:]).loss
+    cache = model(input_ids=ids[:, :4], use_cache=True).cache
+    loss: Tensor = model(input_ids=ids[:, 4:], cache=cache, labels=labels[:, 4:]).loss
     return loss
 
 
