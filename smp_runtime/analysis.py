@@ -13,8 +13,10 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -91,16 +93,16 @@ class Analyser:
         positions: dict[int, int] = {}
         for operand in operands:
             positions.setdefault(id(operand), len(positions))
-        key = (
-            func,
-            signature((args, kwargs), positions),
-            tuple(metas),
-            torch.is_grad_enabled(),
-            autocast_state(),
-        )
         try:
+            key = (
+                func,
+                signature((args, kwargs), positions, _kept_leaf),
+                tuple(metas),
+                torch.is_grad_enabled(),
+                autocast_state(),
+            )
             effect = self._kept.get(key)
-        except TypeError:  # an argument that has no hash: find out each time
+        except TypeError:  # an argument that can't be kept or compared: find out each time
             return self._find(func, args, kwargs, operands, metas)
         if effect is None:
             effect = self._kept[key] = self._find(func, args, kwargs, operands, metas)
@@ -263,6 +265,17 @@ def signature(
         fields = {field.name: getattr(obj, field.name, None) for field in dataclasses.fields(obj)}
         return type(obj), signature(fields, positions, opaque)
     return opaque(obj)
+
+
+def _kept_leaf(leaf: Any) -> Any:
+    """Lets plain values into a key. Anything else would be kept alive by it.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if isinstance(leaf, (type, Enum, torch.memory_format, np.generic)):
+        return leaf
+    raise TypeError(f"a {type(leaf).__name__} is no plain value")
 
 
 def autocast_state() -> tuple[Any, ...]:

@@ -158,7 +158,7 @@ class GlueMode(TorchFunctionMode):
         """Runs one operation while this mode is off the stack."""
         if func in _LOCAL:
             return func(*args, **kwargs)
-        if func == _DEVICE or func == _IS_META:
+        if func in (_DEVICE, _IS_META):
             return self._whereabouts(func, args[0])
         if func in _MIRRORED and len(args) == 2 and isinstance(args[1], torch.Tensor):
             # Python asks a stand-in on the right first, as its type is a subclass, for the
@@ -216,6 +216,9 @@ class GlueMode(TorchFunctionMode):
                 "h.data = ... on a tensor that a rank owns is not supported; use h.copy_(...) "
                 "under torch.no_grad(), which the other ranks hear of"
             )
+        if func is torch.Tensor.__deepcopy__:
+            with self.resumed():
+                return args[0].clone()
         if func is torch.Tensor.__iter__:
             with self.resumed():
                 return iter(args[0].unbind(0))

@@ -136,14 +136,15 @@ class DistributedModel(Wrapper):
         if self._runtime.placement.size("pp") == 1:
             if not self._is_traced:
                 self._is_traced = True
-                with body.glue.suspended():
+                with body.glue.suspended(), torch.inference_mode(False):
                     trace = _trace(self.get_module(), args, kwargs)
                     seed_drawing_modules(self.get_module(), trace.drawing_modules)
                     self._run_hooks(self._post_partition_hooks)
             with body.glue.suspended():
                 return self.get_module()(*args, **kwargs)
         if self._part is None:
-            with body.glue.suspended():
+            # Parameters made in inference mode could never be trained.
+            with body.glue.suspended(), torch.inference_mode(False):
                 self._make_partition(args, kwargs)
         return self.get_module()(*args, **kwargs)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ class PlacedModule(NamedTuple):
         stage: the stage that it belongs to.
         modules: it and its submodules with their names.
         watched: those of them that may keep tensors in attributes.
+        hook_tables: the tables of their forward hooks.
     """
 
     path: str
@@ -29,6 +30,7 @@ class PlacedModule(NamedTuple):
     stage: int
     modules: tuple[tuple[str, nn.Module], ...]
     watched: tuple[tuple[str, nn.Module], ...]
+    hook_tables: tuple[dict[int, Any], ...]
 
     def kinds_of_parameters(self) -> tuple[tuple[torch.dtype, bool], ...]:
         """Returns types and autograd flags of the parameters: results depend on them."""
@@ -42,7 +44,7 @@ class PlacedModule(NamedTuple):
     @property
     def has_hooks(self) -> bool:
         """Says whether a forward hook would fire in a call."""
-        return any(module._forward_hooks or module._forward_pre_hooks for _, module in self.modules)
+        return any(self.hook_tables)
 
 
 def keeps_nothing(module: nn.Module) -> bool:

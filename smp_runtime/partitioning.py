@@ -29,7 +29,7 @@ __all__ = ["Partition", "partition"]
 
 Tied = Literal["auto", "together", "copy"]
 
-WORTH_OPENING = 0.95
+WORTH_OPENING = 0.9
 """Blocks are cut inside only if the slowest stage then costs less than this share of before."""
 
 EXCHANGE = 5e-10

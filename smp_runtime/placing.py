@@ -49,7 +49,14 @@ class LocalPart:
                 self._hold(tensor, owner)
             modules = tuple(module.named_modules())
             watched = tuple(item for item in modules if not keeps_nothing(item[1]))
-            placed = PlacedModule(path, owner, partition.stage_of.get(path, 0), modules, watched)
+            tables = tuple(
+                table
+                for _, part in modules
+                for table in (part._forward_hooks, part._forward_pre_hooks)
+            )
+            placed = PlacedModule(
+                path, owner, partition.stage_of.get(path, 0), modules, watched, tables
+            )
             ownership.placed[path] = placed
             place(module, placed)
             reports.look_at(placed)

@@ -16,6 +16,7 @@ import shutil
 import socket
 import struct
 import tempfile
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,8 @@ from .errors import PeerError, WaitTimeoutError
 
 _HELLO = struct.Struct("<32sI")  # secret, rank of the caller
 _BUFFER_BYTES = 4 * 1024 * 1024
+_PATIENCE = 2.0
+_LONGEST_PATH = 90
 
 
 class _Listening(NamedTuple):
@@ -114,6 +117,9 @@ def connect(
     if size == 1:
         return streams
     folder = Path(tempfile.mkdtemp(prefix="smp-"))
+    if len(str(folder)) > _LONGEST_PATH:  # a Unix socket's path may have some 100 characters
+        folder.rmdir()
+        folder = Path(tempfile.mkdtemp(prefix="smp-", dir="/tmp"))
     try:
         with socket.socket(socket.AF_UNIX) as near, socket.socket(socket.AF_INET) as far:
             mine = _listen(near, far, folder, size)
@@ -155,18 +161,22 @@ def _call(there: _Listening, mine: _Listening, rank: int, peer: int) -> socket.s
 
 
 def _answer(door: socket.socket, secret: bytes, timeout: float) -> tuple[int, socket.socket]:
-    """Waits for a caller that knows the secret."""
+    """Waits for a caller that knows the secret; anyone else is turned away."""
+    deadline = time.monotonic() + timeout
     while True:
-        door.settimeout(timeout)
+        door.settimeout(max(deadline - time.monotonic(), 0.001))
         try:
             connection, _ = door.accept()
-            connection.settimeout(timeout)
-            hello = connection.recv(_HELLO.size, socket.MSG_WAITALL)
         except TimeoutError:
             raise WaitTimeoutError(
                 f"a rank of the pipeline group did not connect within {timeout:g} s (setting "
                 "`timeout`)"
             ) from None
+        connection.settimeout(_PATIENCE)
+        try:
+            hello = connection.recv(_HELLO.size, socket.MSG_WAITALL)
+        except OSError:  # said nothing, or hung up
+            hello = b""
         if len(hello) == _HELLO.size:
             shown, caller = _HELLO.unpack(hello)
             if secrets.compare_digest(shown, secret):
