@@ -30,7 +30,8 @@ __all__ = ["Partition", "partition"]
 Tied = Literal["auto", "together", "copy"]
 
 WORTH_OPENING = 0.9
-"""Blocks are cut inside only if the slowest stage then costs less than this share of before."""
+"""Blocks are cut inside only if the slowest stage then costs less than this share of otherwise:
+each tensor more that crosses ranks costs, too, and what is opened runs as glue."""
 
 EXCHANGE = 5e-10
 """Seconds per byte and microbatch for summing the gradient of a copied parameter: about one
@@ -144,18 +145,19 @@ def _chosen_cut(root: ModuleNode, num_stages: int, tied: Tied, budget: Budget) -
 
 
 def _best_cut(root: ModuleNode, num_stages: int, tied: Tied, budget: Budget) -> _Cut:
-    """Opens the blocks level by level as long as that makes the slowest stage clearly faster."""
-    best: _Cut | None = None
+    """Opens the blocks only as deep as it takes to come near the best that any depth gives."""
+    cuts: list[_Cut] = []
     atoms: tuple[Atom, ...] = ()
     level = 0
     while len(finer := atoms_at_level(root, level)) != len(atoms):
         atoms = finer
         level += 1
         cut = _cut(root, atoms, num_stages, tied, budget)
-        if cut is not None and (best is None or cut.price < WORTH_OPENING * best.price):
-            best = cut
-    if best is not None:
-        return best
+        if cut is not None:
+            cuts.append(cut)
+    if cuts:
+        cheapest = min(cut.price for cut in cuts)
+        return next(cut for cut in cuts if cheapest >= WORTH_OPENING * cut.price)
     if len(atoms) < num_stages:
         raise PartitionError(
             f"{num_stages} partitions but only {len(atoms)} placeable modules: use a smaller "
