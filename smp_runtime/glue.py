@@ -380,6 +380,8 @@ def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any
     body = current_body()
     if body is None or not body.glue.is_active:
         return _native_apply(cls, *args, **kwargs)
+    if all(value is None for _, value in body.operands((args, kwargs))):
+        return _native_apply(cls, *args, **kwargs)  # watched inside: it may draw
     with body.glue.suspended():
         return body.glue.run(cls.apply, args, kwargs)
 

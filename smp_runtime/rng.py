@@ -29,12 +29,13 @@ from torch.overrides import TorchFunctionMode
 
 from . import device
 
-# `apply` is that of user-defined autograd functions: what they do inside can't be seen.
+# `_apply` is that of user-defined autograd functions with owned operands (`glue`), whose inside is
+# not seen.
 _DRAWING_NAMES = """
 alpha_dropout alpha_dropout_ bernoulli bernoulli_ binomial cauchy_ dropout dropout1d dropout2d
 dropout3d dropout_ exponential_ feature_alpha_dropout feature_alpha_dropout_ feature_dropout
 feature_dropout_ fractional_max_pool2d fractional_max_pool3d geometric_ gru gumbel_softmax
-_sample_dirichlet _standard_gamma apply log_normal_ lstm multi_head_attention_forward multinomial
+_apply _sample_dirichlet _standard_gamma log_normal_ lstm multi_head_attention_forward multinomial
 native_dropout normal normal_ poisson
 rand rand_like randint randint_like randn randn_like random_ randperm rnn_relu rnn_tanh rrelu
 rrelu_ scaled_dot_product_attention uniform_
