@@ -135,6 +135,24 @@ class AsksParameters(nn.Module):
         return x
 
 
+class MakesParameters(nn.Module):
+    """Makes a module in its forward and moves its layer there, as some models do at first use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = nn.Module()
+        made.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
+        assert made.scale.is_leaf and made.scale.grad_fn is None
+        made.layer = self.blocks[0]
+        h = made.layer(x) * made.scale
+        for block in self.blocks[1:]:
+            h = block(h)
+        return h
+
+
 def frozen(*paths: str, only: bool = False) -> Callable[[], nn.Module]:
     """Returns what makes a stack in which some modules are frozen, or all `only` they are not."""
 
@@ -161,6 +179,7 @@ PARAMETER_SUBJECTS = (
     Subject("methods_other_than_forward", OtherMethods),
     Subject("normalised_weights", normalised_weights),
     Subject("asks_parameters", AsksParameters),
+    Subject("makes_parameters", MakesParameters),
     Subject("frozen_prefix", frozen("0", "1", "2"), pins=pins_of_stack),
     Subject("only_first_trains", frozen("0", only=True), pins=pins_of_stack),
     Subject("only_middle_trains", frozen("3", only=True), pins=pins_of_stack),
