@@ -36,7 +36,7 @@ from .rng import RandomStreams, host_random_state, set_host_random_state
 from .runs import Abandoned, Run, StepReport
 from .schedule import Action, Kind, Plan, Policy, plan
 from .thread_state import ThreadState
-from .transport import Address, Message, Transport
+from .transport import Address, Message, Topic, Transport
 from .trees import map_instances
 from .turns import Turns
 
@@ -90,7 +90,6 @@ class Engine:
         self._current: Run | None = None
         self._idle = threading.Semaphore(0)
         self._is_aborted = False
-        self._num_exchanges = 0
         self._num_trainings = 0
         self._num_evaluations = 0
 
@@ -408,8 +407,11 @@ class Engine:
 
     def next_exchange(self) -> int:
         """Numbers a collective outside the steps; every rank of the group calls it."""
-        self._num_exchanges += 1
-        return self._num_exchanges
+        number = self._paths.num_exchanges = self._paths.num_exchanges + 1
+        for peer in self.transport.peers:
+            address = Address(Topic.EXCHANGE, -1, -1, number, self.transport.rank)
+            self.transport.send(peer, address)
+        return number
 
     def fetch(self, address: Address) -> Message:
         """Waits for a message outside the bodies and takes it.

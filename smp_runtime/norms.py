@@ -42,8 +42,9 @@ def clip_gradients(
             strict=True,
         )
     )
-    zero = torch.zeros((), device=target)
-    total = torch.stack([norms.get(id(p), zero).float().to(target) for p in parameters] or [zero])
+    is_double = any(p.dtype == torch.float64 for p in parameters)
+    zero = torch.zeros((), device=target, dtype=torch.float64 if is_double else torch.float32)
+    total = torch.stack([norms.get(id(p), zero).to(zero) for p in parameters] or [zero])
     if part is not None:
         dist.all_reduce(total, group=runtime.groups.of("pp"))
     norm: torch.Tensor = torch.linalg.vector_norm(total, norm_type)

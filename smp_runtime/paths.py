@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .errors import PathMismatchError, PeerError
+from .errors import PathMismatchError, PeerError, UsageError
 from .runs import Run
 from .transport import Address, Topic, Transport
 
@@ -19,6 +19,8 @@ _IN_ORDER = (Topic.DATA, Topic.ANSWER)
 def describe(address: Address) -> str:
     """Says in words what a message is."""
     what = address.topic.name.lower()
+    if address.topic is Topic.STATE:
+        return f"an entry of the state dict from rank {address.source}, which must call it, too"
     if address.microbatch < 0:
         return f"{what} from rank {address.source}"
     return (
@@ -28,9 +30,14 @@ def describe(address: Address) -> str:
 
 
 class Paths:
-    """Compares this rank's paths with what it hears of the other ranks'."""
+    """Compares this rank's paths with what it hears of the other ranks'.
+
+    Attributes:
+        num_exchanges: how many exchanges outside the steps this rank has begun.
+    """
 
     def __init__(self, transport: Transport) -> None:
+        self.num_exchanges = 0
         self._transport = transport
         self._digests: dict[int, list[tuple[int, str]]] = {}
 
@@ -56,6 +63,7 @@ class Paths:
 
         Raises:
             PeerError: their sender failed or left.
+            UsageError: their sender waits for this rank outside the steps.
             PathMismatchError: their sender has ended the step without sending them.
         """
         transport = self._transport
@@ -66,6 +74,13 @@ class Paths:
                 raise PathMismatchError(
                     f"rank {address.source} ended step {address.step} without sending "
                     f"{describe(address)}, for which rank {transport.rank} waits. {_ADVICE}"
+                )
+            if ended < address.step and transport.exchanges.get(address.source, 0) > (
+                self.num_exchanges
+            ):
+                raise UsageError(
+                    f"rank {address.source} called state_dict, while rank {transport.rank} is in "
+                    f"step {address.step}; every rank of the pipeline must call state_dict"
                 )
             if address.source in transport.gone and not transport.has(address):
                 raise PeerError(

@@ -43,7 +43,8 @@ class StepFunction:
 
         Raises:
             UsageError: called inside another step function.
-            MicrobatchError: the arguments can't be split; on every rank, before anything ran.
+            MicrobatchError: the arguments can't be split; raised before anything ran, on the rank
+                that they come from. The other ranks raise a PeerError that says the same.
             PeerError: another rank failed; says how.
         """
         runtime = current()

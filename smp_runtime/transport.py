@@ -44,6 +44,7 @@ class Topic(IntEnum):
     PLAN = 6  # the partition
     SHARED = 7  # gradients and values of parameters that several ranks hold
     STATE = 8  # an entry of a state dict
+    EXCHANGE = 12  # the sender has begun an exchange outside the steps
     END = 9  # the sender has done everything it had to do in a step
     FAILURE = 10  # the sender failed
     GOODBYE = 11  # the sender leaves
@@ -82,6 +83,7 @@ class Transport:
         has_raised: that report was raised here.
         gone: the ranks that have left, in peace or not.
         ended: the last step that each peer has ended.
+        exchanges: the last exchange outside the steps that each peer has begun.
         is_closed: nothing more is said to the others.
     """
 
@@ -98,6 +100,7 @@ class Transport:
         self.has_raised = False
         self.gone: set[int] = set()
         self.ended: dict[int, int] = {}
+        self.exchanges: dict[int, int] = {}
         self._streams = list(streams)
         self._locks = [threading.Lock() for _ in streams]
         self._read_clock = read_clock
@@ -255,6 +258,10 @@ class Transport:
             if address.topic in (Topic.FAILURE, Topic.GOODBYE):
                 self._lose(peer, message.content)
                 return
+            if address.topic is Topic.EXCHANGE:
+                with self.arrived:
+                    self.exchanges[peer] = address.number
+                continue
             if address.topic is Topic.END:
                 with self.arrived:
                     self.ended[peer] = address.step
