@@ -28,16 +28,13 @@ from .segments import Segments
 from .tensors import TensorMeta, meta_of
 from .transport import Address, Message, Topic, Transport
 from .trees import iter_tensors
-from .values import Cell, Operand, StandIn, Value, tag, tag_of
+from .values import LEAF, Cell, Operand, StandIn, Value, tag, tag_of
 
 if TYPE_CHECKING:
     from .analysis import Analyser
     from .glue import GlueMode
     from .ownership import Ownership
     from .reports import Reports
-
-
-_LEAF = "a leaf outside the model"
 
 
 class Scheduler(Protocol):
@@ -168,7 +165,7 @@ class Body:
         self.engine.ownership.check_placed(tensor)
         if tensor.requires_grad and tensor.is_leaf:
             # Every rank made this leaf; its gradient must come together on one of them.
-            return self.adopt(tensor, 0, meta_of(tensor), _LEAF)
+            return self.adopt(tensor, 0, meta_of(tensor), LEAF)
         if tensor.requires_grad and self.size > 1:
             # Nothing replicated has a history: this came out of a module behind glue's back.
             raise NotSupportedError(
@@ -180,14 +177,14 @@ class Body:
 
     def _take_over(self, tensor: torch.Tensor, value: Value) -> Value:
         """Makes a value of another body, which the user kept, one of this body."""
-        is_leaf = value.origin == _LEAF
+        is_leaf = value.is_leaf
         if getattr(value.scope, "step", None) == self.step and not is_leaf:
             raise UsageError(
                 f"microbatch {self.microbatch} uses {value.origin} of another microbatch of "
                 "the same step; what one microbatch leaves for the next must be detached and "
                 "live inside one module"
             )
-        origin = _LEAF if is_leaf else "a tensor of an earlier body"
+        origin = LEAF if is_leaf else "a tensor of an earlier body"
         # The tag stays as it is: other microbatches may use the tensor as well.
         taken = self.new_value(value.owner, value.meta, 0, origin)
         taken.base = value.base

@@ -189,6 +189,8 @@ class GlueMode(TorchFunctionMode):
         """Answers what autograd knows of an owned tensor, alike on all ranks."""
         value = operand.value
         assert value is not None
+        if value.is_leaf:  # every rank has the real one
+            return func(operand.tensor)
         if func == _REQUIRES_GRAD:
             return value.meta.requires_grad
         if func == _IS_LEAF:

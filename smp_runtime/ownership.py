@@ -47,6 +47,16 @@ class PlacedModule(NamedTuple):
         return any(self.hook_tables)
 
 
+def placed_module(module: nn.Module, path: str, owner: int, stage: int) -> PlacedModule:
+    """Collects what is to be known of a placed module."""
+    modules = tuple(module.named_modules())
+    watched = tuple(item for item in modules if not keeps_nothing(item[1]))
+    hook_tables = tuple(
+        table for _, part in modules for table in (part._forward_hooks, part._forward_pre_hooks)
+    )
+    return PlacedModule(path, owner, stage, modules, watched, hook_tables)
+
+
 def keeps_nothing(module: nn.Module) -> bool:
     """Says whether a module never stores a tensor in an attribute: torch's own don't."""
     return type(module).__module__.startswith("torch.nn.")

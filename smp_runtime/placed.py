@@ -49,6 +49,12 @@ def _intercept(native: Callable[..., Any]) -> Callable[..., Any]:
     def entry(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         body = current_body()
         if body is None or not body.glue.is_active:
+            if body is not None and body.rank != self.__dict__[_PLACED].owner:
+                raise NotSupportedError(
+                    f"{self.__dict__[_PLACED].path} lives on another pipeline rank and was called "
+                    "inside a function that runs on one rank as a whole (a user-defined autograd "
+                    "function, say); place what calls it on one rank with smp.set_partition"
+                )
             return native(self, *args, **kwargs)
         run = functools.partial(native, self)
         num_above = body.glue.suspend()

@@ -9,7 +9,7 @@ from torch import nn
 
 from . import device
 from .drawing import seed_draws
-from .ownership import Ownership, PlacedModule, keeps_nothing
+from .ownership import Ownership, keeps_nothing
 from .partitioning import Partition
 from .placed import place
 from .reports import Reports
@@ -47,16 +47,7 @@ class LocalPart:
             module = model.get_submodule(path)
             for tensor in (*module.parameters(), *module.buffers()):
                 self._hold(tensor, owner)
-            modules = tuple(module.named_modules())
-            watched = tuple(item for item in modules if not keeps_nothing(item[1]))
-            tables = tuple(
-                table
-                for _, part in modules
-                for table in (part._forward_hooks, part._forward_pre_hooks)
-            )
-            placed = PlacedModule(
-                path, owner, partition.stage_of.get(path, 0), modules, watched, tables
-            )
+            placed = placed_module(module, path, owner, partition.stage_of.get(path, 0))
             ownership.placed[path] = placed
             place(module, placed)
             reports.look_at(placed)

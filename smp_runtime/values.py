@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 _TAG = "_smp_value"
 
+LEAF = "a leaf outside the model"
+"""Origin of a tensor that every rank made and that requires a gradient."""
+
 
 class Cell:
     """The memory that a value and its views share.
@@ -115,6 +118,11 @@ class Value:
         self.aliases: dict[tuple[int, bool], tuple[Fresh, torch.Tensor]] = {}
         self.base: torch.Tensor | None = None
         cell.num_values += 1
+
+    @property
+    def is_leaf(self) -> bool:
+        """Says whether it is a leaf that every rank made for itself."""
+        return self.origin == LEAF
 
     @property
     def owner(self) -> int:

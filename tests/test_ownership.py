@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from smp_runtime.ownership import Ownership, PlacedModule, keeps_nothing
+from smp_runtime.ownership import Ownership, keeps_nothing, placed_module
 
 
 class Own(nn.Linear):
@@ -35,7 +35,7 @@ def test_what_is_on_meta_looks_as_on_its_owner() -> None:
 
 def test_hooks_of_a_placed_module_or_inside_it_are_seen() -> None:
     module = nn.Sequential(nn.Linear(1, 1))
-    placed = PlacedModule("x", 0, 0, tuple(module.named_modules()), ())
+    placed = placed_module(module, "x", 0, 0)
     assert not placed.has_hooks
     handle = module[0].register_forward_hook(lambda *args: None)
     assert placed.has_hooks

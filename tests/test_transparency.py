@@ -19,7 +19,7 @@ from tests.subjects import (
     tokens,
 )
 from tests.transparency import Case, check
-from tests.unruly_subjects import UNRULY_SUBJECTS, RunningStatistic
+from tests.unruly_subjects import UNRULY_SUBJECTS, LayersInFunction, RunningStatistic
 
 pytestmark = pytest.mark.world
 
@@ -62,3 +62,10 @@ def test_state_between_stages_is_right_or_refused() -> None:
     # The next microbatch would change the statistic before the last stage of this one reads it.
     with pytest.raises(NotSupportedError, match="changed by microbatch"):
         check(subject, 2, [Case(3)])
+
+
+def test_layers_inside_an_autograd_function_are_right_or_refused() -> None:
+    subject = Subject("layers_in_autograd_function", LayersInFunction)
+    check(subject, 3, [Case(2)])  # the layers inside are on one rank
+    with pytest.raises(NotSupportedError, match="inside a function that runs on one rank"):
+        check(subject, 2, [Case(1)])

@@ -295,5 +295,4 @@ UNRULY_SUBJECTS = (
     Subject("unused_inputs", UnusedInputs, with_unused_inputs, unused_inputs_loss, degrees=(2,)),
     Subject("cache_and_options", WithCache),
     Subject("stopped_gradients", Gradients),
-    Subject("layers_in_autograd_function", LayersInFunction, degrees=(2, 3)),
 )
