@@ -9,7 +9,7 @@ from torch import nn
 
 from . import device
 from .drawing import seed_draws
-from .ownership import Ownership, keeps_nothing
+from .ownership import Ownership, keeps_nothing, placed_module
 from .partitioning import Partition
 from .placed import place
 from .reports import Reports
