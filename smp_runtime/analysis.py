@@ -238,33 +238,44 @@ def fill(template: Any, tensor_at: Callable[[int], torch.Tensor]) -> Any:
 
 
 def signature(
-    obj: Any, positions: Mapping[int, int], opaque: Callable[[Any], Any] = lambda leaf: leaf
+    obj: Any,
+    positions: Mapping[int, int],
+    opaque: Callable[[Any], Any] = lambda leaf: leaf,
+    *,
+    with_fractions: bool = True,
 ) -> Any:
     """Turns arguments into something that can be compared.
 
     Args:
         obj: a nest of arguments.
         positions: a number for each tensor by identity, to stand in its place.
-        opaque: what to put in the place of other things than containers and numbers.
+        opaque: what to put in the place of other things than containers and plain values.
+        with_fractions: whether the values of floats count, or only that they are there.
     """
-    kind = type(obj)
-    if kind is int or kind is bool or kind is float:
-        return kind, obj  # 1, 1.0 and True are equal, but promote differently
-    if kind in LEAF_TYPES:
-        return obj
-    if isinstance(obj, torch.Tensor):
-        return Ellipsis, positions[id(obj)]
-    if isinstance(obj, (tuple, list)):
-        return type(obj), *(signature(item, positions, opaque) for item in obj)
-    if is_dict(obj):
-        return type(obj), *((key, signature(item, positions, opaque)) for key, item in obj.items())
-    if isinstance(obj, slice):
-        parts = (obj.start, obj.stop, obj.step)
-        return slice, *(signature(part, positions, opaque) for part in parts)
-    if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
-        fields = {field.name: getattr(obj, field.name, None) for field in dataclasses.fields(obj)}
-        return type(obj), signature(fields, positions, opaque)
-    return opaque(obj)
+
+    def walk(obj: Any) -> Any:
+        # Runs for every operation of the glue: what is most frequent is tested first.
+        kind = type(obj)
+        if kind is int or kind is bool:
+            return kind, obj  # 1, 1.0 and True are equal, but promote differently
+        if kind is float:
+            return kind, obj if with_fractions else None
+        if kind in LEAF_TYPES:
+            return obj
+        if isinstance(obj, torch.Tensor):
+            return Ellipsis, positions[id(obj)]
+        if isinstance(obj, (tuple, list)):
+            return kind, *[walk(item) for item in obj]
+        if is_dict(obj):
+            return kind, *[(key, walk(item)) for key, item in obj.items()]
+        if isinstance(obj, slice):
+            return slice, walk(obj.start), walk(obj.stop), walk(obj.step)
+        if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+            names = [field.name for field in dataclasses.fields(obj)]
+            return kind, *[(name, walk(getattr(obj, name, None))) for name in names]
+        return opaque(obj)
+
+    return walk(obj)
 
 
 def _kept_leaf(leaf: Any) -> Any:

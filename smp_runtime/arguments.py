@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .analysis import signature
-from .trees import LEAF_TYPES, is_container, is_dict, map_instances
+from .trees import LEAF_TYPES, is_container, is_dict
 
 
 class Change(NamedTuple):
@@ -31,12 +31,8 @@ def comparable(arguments: Any, positions: Mapping[int, int]) -> Any:
     Tensors become their positions. Other objects differ from rank to rank and from call to
     call; their type does not.
     """
-    return signature(_without_fractions(arguments), positions, _type_of_opaque)
-
-
-def _without_fractions(obj: Any) -> Any:
-    """Leaves out the values of floats: a rate that changes in each step changes no structure."""
-    return map_instances(float, lambda _: 0.0, obj)
+    # A rate that changes in each step changes no structure.
+    return signature(arguments, positions, _type_of_opaque, with_fractions=False)
 
 
 def opaque_arguments(obj: Any) -> list[Any]:

@@ -23,6 +23,7 @@ class PlacedModule(NamedTuple):
         modules: it and its submodules with their names.
         watched: those of them that may keep tensors in attributes.
         hook_tables: the tables of their forward hooks.
+        parameters: their parameters.
     """
 
     path: str
@@ -31,15 +32,11 @@ class PlacedModule(NamedTuple):
     modules: tuple[tuple[str, nn.Module], ...]
     watched: tuple[tuple[str, nn.Module], ...]
     hook_tables: tuple[dict[int, Any], ...]
+    parameters: tuple[nn.Parameter, ...]
 
     def kinds_of_parameters(self) -> tuple[tuple[torch.dtype, bool], ...]:
         """Returns types and autograd flags of the parameters: results depend on them."""
-        return tuple(
-            (parameter.dtype, parameter.requires_grad)
-            for _, module in self.modules
-            for parameter in module._parameters.values()
-            if parameter is not None
-        )
+        return tuple([(parameter.dtype, parameter.requires_grad) for parameter in self.parameters])
 
     @property
     def has_hooks(self) -> bool:
@@ -54,7 +51,8 @@ def placed_module(module: nn.Module, path: str, owner: int, stage: int) -> Place
     hook_tables = tuple(
         table for _, part in modules for table in (part._forward_hooks, part._forward_pre_hooks)
     )
-    return PlacedModule(path, owner, stage, modules, watched, hook_tables)
+    parameters = tuple(module.parameters())
+    return PlacedModule(path, owner, stage, modules, watched, hook_tables, parameters)
 
 
 def keeps_nothing(module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -10,7 +11,10 @@ from torch import nn
 
 from .ownership import PlacedModule
 from .tensors import TensorMeta
+from .trees import LEAF_TYPES
 
+# What most attributes are; much faster to tell than that something is no tensor.
+_NO_TENSORS = LEAF_TYPES | {dict, OrderedDict, list, tuple, set}
 _INTERNAL = frozenset(vars(nn.Module()))
 
 
@@ -80,8 +84,9 @@ class Reports:
         seen = self._seen.setdefault(placed.path, {})
         found = []
         for name, module in placed.watched:
-            held = [item for item in vars(module).items() if isinstance(item[1], torch.Tensor)]
-            for attribute, tensor in held:
+            for attribute, tensor in vars(module).items():
+                if type(tensor) in _NO_TENSORS or not isinstance(tensor, torch.Tensor):
+                    continue
                 if seen.get((name, attribute)) is not tensor:
                     seen[name, attribute] = tensor
                     if not is_first:

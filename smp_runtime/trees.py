@@ -76,10 +76,10 @@ def map_instances(kind: type[T], replace: Callable[[T], Any], obj: Any) -> Any:
     Types survive: named tuples, dict subclasses such as Hugging Face's ModelOutput, dataclasses.
     A container in which nothing changed is returned as the same object.
     """
-    if isinstance(obj, kind):
-        return replace(obj)
     if type(obj) in LEAF_TYPES:
         return obj
+    if isinstance(obj, kind):
+        return replace(obj)
     if isinstance(obj, (tuple, list)):
         parts = [map_instances(kind, replace, item) for item in obj]
         if all(new is old for new, old in zip(parts, obj, strict=True)):
