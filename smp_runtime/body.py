@@ -1,4 +1,4 @@
-"""One microbatch on one rank: its values, its transfers, its backward pass.
+"""One microbatch on one rank: its values and the numbers by which ranks speak of them.
 
 The step function's body runs once per microbatch on every rank. All ranks make the same sequence
 of numbered things (values, transfers, calls, questions), because they run the same program on

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from typing import Any
 
 import torch
@@ -66,10 +65,3 @@ def synchronize() -> None:
     """Waits until the device has done what was asked of it."""
     if has_accelerator():
         torch.cuda.synchronize()
-
-
-def peak_memory() -> int:
-    """Peak bytes: allocated on the device, or resident in this process where there is none."""
-    if has_accelerator():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -2,8 +2,9 @@
 
 A placed module gets a subclass made for its class that keeps the class's name, so that
 `isinstance`, forward hooks and whatever a class does in its own `__call__` stay as they are.
-Called from glue, the call runs where the module lives (`calls`). Called from anywhere else, and
-inside a placed module, interception is off.
+Called from glue, the call runs where the module lives (`calls`). Inside a placed module, and
+outside a step, interception is off; in a function that runs on one rank as a whole, a module of
+another rank is refused.
 """
 
 from __future__ import annotations

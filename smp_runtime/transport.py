@@ -44,10 +44,10 @@ class Topic(IntEnum):
     PLAN = 6  # the partition
     SHARED = 7  # gradients and values of parameters that several ranks hold
     STATE = 8  # an entry of a state dict
-    EXCHANGE = 12  # the sender has begun an exchange outside the steps
-    END = 9  # the sender has done everything it had to do in a step
-    FAILURE = 10  # the sender failed
-    GOODBYE = 11  # the sender leaves
+    EXCHANGE = 9  # the sender has begun an exchange outside the steps
+    END = 10  # the sender has done everything it had to do in a step
+    FAILURE = 11  # the sender failed
+    GOODBYE = 12  # the sender leaves
 
 
 class Address(NamedTuple):
