@@ -10,9 +10,6 @@ addressed, so a body that takes another path than the traced one still computes 
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -22,26 +19,25 @@ import torch
 
 from . import device
 from .analysis import Analyser
-from .body import Body, set_current_body
+from .body import Body
+from .body_threads import BodyThreads
 from .clock import Clock
-from .errors import PeerError, SMPError, UsageError, WaitTimeoutError
+from .errors import PeerError, UsageError
 from .export import Exported, export, settle
-from .failure import drawn, locate
+from .failure import locate
 from .glue import GlueMode, watch_autograd_functions
 from .native_checkpoint import watch_checkpointing
 from .ownership import Ownership
-from .paths import Paths, describe
+from .paths import Paths
 from .reports import Reports
 from .rng import RandomStreams, host_random_state, set_host_random_state
-from .runs import Abandoned, Run, StepReport
+from .runs import Run, StepReport
 from .schedule import Action, Kind, Plan, Policy, plan
-from .thread_state import ThreadState
-from .transport import Address, Message, Topic, Transport
+from .transport import Address, Message, Transport
 from .trees import map_instances
 from .turns import Turns
+from .waits import MAX_AHEAD, Waits
 
-_SUSPICION = 0.2
-_MAX_AHEAD = 2
 _LEARNING_STEPS = 2
 _EMULATED_PATIENCE = 30.0
 
@@ -82,14 +78,13 @@ class Engine:
         self.max_in_flight = 0
         self._policy: Policy = policy
         self._active = active
-        self._timeout = timeout
         self._rank_of: tuple[int, ...] | None = None
         self._paths = Paths(transport)
+        self._waits = Waits(transport, self._paths, timeout)
         self._runs: list[Run] = []
         self._turns = Turns(transport, self._runs)
+        self._threads = BodyThreads(clock, self.reports)
         self._current: Run | None = None
-        self._idle = threading.Semaphore(0)
-        self._is_aborted = False
         self._num_trainings = 0
         self._num_evaluations = 0
 
@@ -105,24 +100,7 @@ class Engine:
                 "an earlier step failed, and the other ranks were told so; this job can't go on"
             )
         self.step += 1
-        deadline = time.monotonic() + self._timeout
-        transport = self.transport
-        for peer in transport.peers:
-            with transport.arrived:
-                while transport.ended.get(peer, 0) < self.step - _MAX_AHEAD:
-                    transport.check()
-                    if peer in transport.gone:
-                        raise PeerError(
-                            f"rank {peer} ended its program, but rank {transport.rank} begins "
-                            f"step {self.step}; every rank must call the step equally often",
-                            rank=peer,
-                        )
-                    if time.monotonic() > deadline:
-                        raise WaitTimeoutError(
-                            f"rank {transport.rank} waited {self._timeout:g} s (setting "
-                            f"`timeout`) for rank {peer} to end step {self.step - _MAX_AHEAD}"
-                        )
-                    transport.arrived.wait(0.5)
+        self._waits.for_step(self.step)
 
     def run(
         self,
@@ -149,7 +127,7 @@ class Engine:
         """
         self._make_runs(len(calls), loss_scale, seed)
         lives = [
-            lambda state, run=run, call=call: self._live(run, state, function, call, detach)
+            lambda run=run, call=call: self._live(run, function, call, detach)
             for run, call in zip(self._runs, calls, strict=True)
         ]
         saved = host_random_state(), device.random_state()
@@ -160,10 +138,10 @@ class Engine:
             if self.transport.size == 1:
                 self._run_here(lives, begun)
             else:
-                self._make_threads(lives)
+                self._threads.make(self._runs, lives)
                 self._drive(begun)
             results = [self._import(run) for run in self._runs]
-            self._restore(self._runs[-1])
+            self._threads.restore(self._runs[-1])
         except BaseException as error:
             self._abort(error)
             raise
@@ -180,8 +158,8 @@ class Engine:
         """Tells the other ranks that nothing more comes in this step, and what path it took."""
         self.transport.check()
         self._paths.tell(self.step, self._runs)
-        self._paths.forget(self.step - _MAX_AHEAD)
-        self.transport.drop_step(self.step - _MAX_AHEAD)
+        self._paths.forget(self.step - MAX_AHEAD)
+        self.transport.drop_step(self.step - MAX_AHEAD)
         self._runs.clear()
 
     def set_stages(self, rank_of: tuple[int, ...]) -> None:
@@ -196,7 +174,6 @@ class Engine:
             body = Body(self, i, loss_scale, RandomStreams(seed, name, i))
             body.glue = GlueMode(body)
             self._runs.append(Run(body))
-        self._is_aborted = False
         patience = _EMULATED_PATIENCE if self.clock.is_on else self._turns.patience
         self._turns = Turns(self.transport, self._runs, patience)
         self._make_plan()
@@ -217,17 +194,6 @@ class Engine:
         if self.plan is None or self.plan.num_microbatches != m:
             self.plan = plan(self._rank_of, m, active=min(self._active, m), policy=self._policy)
         self._turns.follow(self.plan)
-
-    def _make_threads(self, lives: Sequence[Callable[[ThreadState | None], None]]) -> None:
-        state = ThreadState.current()
-        for run, live in zip(self._runs, lives, strict=True):
-            run.thread = threading.Thread(
-                # A new thread begins with an empty context; the body needs its caller's.
-                target=contextvars.copy_context().run,
-                args=(live, state),
-                daemon=True,
-                name=f"smp-body-{run.body.microbatch}",
-            )
 
     # -- called by bodies, in their threads --------------------------------------------------
 
@@ -274,60 +240,29 @@ class Engine:
         return message
 
     def _suspend(self, run: Run, action: Action | None, addresses: Sequence[Address]) -> None:
-        run.action, run.addresses, run.state = action, addresses, "waiting"
-        saved = host_random_state(), device.random_state()
+        run.action, run.addresses = action, addresses
         if self.step <= _LEARNING_STEPS:
             self.reports.look_around(self.ownership.placed.values())
-        run.kept = self.reports.kept_attributes()
-        self.clock.pause()
-        self._idle.release()
-        run.go.acquire()
-        if self._is_aborted:
-            raise Abandoned
-        self.clock.resume()
-        # Another body ran meanwhile: this one must find the world as it left it.
-        set_host_random_state(saved[0])
-        device.set_random_state(saved[1])
-        self._restore(run)
-        run.state = "running"
-
-    def _restore(self, run: Run) -> None:
-        for module, name, kept in run.kept:
-            vars(module)[name] = kept
+        self._threads.suspend(run)
 
     def _live(
         self,
         run: Run,
-        state: ThreadState | None,
         function: Callable[..., Any],
         call: tuple[tuple[Any, ...], dict[str, Any]],
         detach: bool,
     ) -> None:
-        """The life of a body, in its thread; `state` is what the thread takes over."""
+        """What a body does, in its thread."""
         body = run.body
-        set_current_body(body)
-        self.clock.resume()
-        try:
-            with contextlib.nullcontext() if state is None else state.restored():
-                body.streams.begin()
-                if body.microbatch:  # go on from where the microbatch before is
-                    self._restore(self._runs[body.microbatch - 1])
-                with body.glue:
-                    result = function(*call[0], **call[1])
-                run.result, run.addresses = export(body, result, detach)
-                run.unsettled = settle(body)
-                run.kept = self.reports.kept_attributes()
-            run.num_done = len(run.path)
-        except Abandoned:
-            pass
-        except BaseException as error:  # noqa: BLE001 - carried to the main thread
-            run.error = error
-        finally:
-            run.state = "done"
-            body.backward_depth = -1
-            set_current_body(None)
-            self.clock.pause()
-            self._idle.release()
+        body.streams.begin()
+        if body.microbatch:  # go on from where the microbatch before is
+            self._threads.restore(self._runs[body.microbatch - 1])
+        with body.glue:
+            result = function(*call[0], **call[1])
+        run.result, run.addresses = export(body, result, detach)
+        run.unsettled = settle(body)
+        run.kept = self.reports.kept_attributes()
+        run.num_done = len(run.path)
 
     # -- the main thread ---------------------------------------------------------------------
 
@@ -335,30 +270,22 @@ class Engine:
         while any(run.state != "done" for run in self._runs):
             run = self._turns.choose()
             if run is None:
-                self._wait_for_news()
+                self._waits.for_news(self._turns, self._runs)
                 continue
             self._current = run
             started, label = time.perf_counter(), str(run.action or "")
-            if run.state == "new":
-                assert run.thread is not None
-                run.state = "running"
-                run.thread.start()
-            else:
-                run.go.release()
-            self._idle.acquire()
+            self._threads.resume(run)
             self._note_span(label, started, begun)
             if run.error is not None:
                 raise run.error
             self._current = None
 
-    def _run_here(
-        self, lives: Sequence[Callable[[ThreadState | None], None]], begun: float
-    ) -> None:
+    def _run_here(self, lives: Sequence[Callable[[], None]], begun: float) -> None:
         """Runs the bodies to their ends in the calling thread: without a pipeline none waits."""
         for run, live in zip(self._runs, lives, strict=True):
             self._current = run
             started = time.perf_counter()
-            live(None)
+            self._threads.run(run, live)
             self._note_span("", started, begun)
             if run.error is not None:
                 raise run.error
@@ -369,37 +296,17 @@ class Engine:
         self.report.busy += ended - started
         self.report.spans.append((label, started - begun, ended - begun))
 
-    def _wait_for_news(self) -> None:
-        """Waits for a message; after a while lets ready bodies run out of turn."""
-        begun = time.monotonic()
-        while self._turns.choose() is None:
-            waiting = [run for run in self._runs if run.state == "waiting"]
-            needed = [a for run in waiting for a in run.addresses if not self.transport.has(a)]
-            waited = time.monotonic() - begun
-            if (waited > self._turns.patience or not needed) and self._turns.let_pass():
-                return
-            if not needed:
-                raise SMPError("no body can run and none waits for another rank")
-            self._paths.check_coming(needed)
-            if waited > _SUSPICION:
-                for run in waiting:
-                    self._paths.check_order(run)
-            if waited > self._timeout:
-                raise WaitTimeoutError(self._explain_wait(needed))
-            self.transport.wait_any(needed, 0.05)
-
     def _import(self, run: Run) -> Any:
         """Puts the tensors that other ranks send into a body's result."""
         for address in run.addresses:
-            self._await(address)
+            self._waits.for_message(address)
 
         def bring(exported: Exported) -> torch.Tensor:
             received = self.receive(exported.address).tensors[0]
             return received.to(device.local(exported.device))
 
         for tensor, address in run.unsettled:
-            self._await(address)
-            for data in self.receive(address).tensors:
+            for data in self.fetch(address).tensors:
                 tensor.data.copy_(data)
         return map_instances(Exported, bring, run.result)
 
@@ -407,11 +314,7 @@ class Engine:
 
     def next_exchange(self) -> int:
         """Numbers a collective outside the steps; every rank of the group calls it."""
-        number = self._paths.num_exchanges = self._paths.num_exchanges + 1
-        for peer in self.transport.peers:
-            address = Address(Topic.EXCHANGE, -1, -1, number, self.transport.rank)
-            self.transport.send(peer, address)
-        return number
+        return self._paths.next_exchange()
 
     def fetch(self, address: Address) -> Message:
         """Waits for a message outside the bodies and takes it.
@@ -420,15 +323,8 @@ class Engine:
             PeerError: another rank failed or left.
             WaitTimeoutError: it did not come within the setting `timeout`.
         """
-        self._await(address)
+        self._waits.for_message(address)
         return self.receive(address)
-
-    def _await(self, address: Address) -> None:
-        deadline = time.monotonic() + self._timeout
-        while not self.transport.wait_any([address], 0.5):
-            self._paths.check_coming([address])
-            if time.monotonic() > deadline:
-                raise WaitTimeoutError(self._explain_wait([address]))
 
     # -- failure -----------------------------------------------------------------------------
 
@@ -440,15 +336,4 @@ class Engine:
             trace = "".join(traceback.format_exception(error))
             self.transport.fail(f"{place}\n{trace}")
             error.add_note(place)
-        self._is_aborted = True
-        for run in self._runs:
-            if run.state == "waiting":
-                run.go.release()
-
-    def _explain_wait(self, needed: Sequence[Address]) -> str:
-        run = next((run for run in self._runs if run.state == "waiting"), None)
-        waits = ", ".join(sorted({describe(address) for address in needed}))
-        return (
-            f"rank {self.transport.rank} waited {self._timeout:g} s (setting `timeout`) for "
-            f"{waits}\n{drawn(self.plan, run, self.transport.rank)}"
-        )
+        self._threads.abandon(self._runs)

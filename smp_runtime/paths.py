@@ -54,6 +54,14 @@ class Paths:
         for known in sorted(self._digests):
             self._compare(known)
 
+    def next_exchange(self) -> int:
+        """Numbers a collective outside the steps, and tells the other ranks of it."""
+        self.num_exchanges += 1
+        for peer in self._transport.peers:
+            address = Address(Topic.EXCHANGE, -1, -1, self.num_exchanges, self._transport.rank)
+            self._transport.send(peer, address)
+        return self.num_exchanges
+
     def forget(self, step: int) -> None:
         """Forgets a step that every rank has ended."""
         self._digests.pop(step, None)
