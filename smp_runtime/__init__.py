@@ -1,12 +1,30 @@
 """A model-parallel training runtime for PyTorch, with the API of SageMaker's library v1."""
 
+from . import nn as nn
+from . import optimizers as optimizers
+from .communication import (
+    DP_GROUP,
+    MP_GROUP,
+    PP_GROUP,
+    RDP_GROUP,
+    TP_GROUP,
+    WORLD,
+    CommGroup,
+    RankType,
+    allgather,
+    barrier,
+    broadcast,
+    dp_barrier,
+    mp_barrier,
+    pp_barrier,
+    recv_from,
+    send,
+)
 from .manual_partition import partition, set_partition
 from .microbatch import StepOutput
 from .model import DistributedModel, is_tracing
 from .optimizer import DistributedOptimizer
 from .runtime import (
-    barrier,
-    dp_barrier,
     dp_rank,
     dp_size,
     get_dp_group,
@@ -24,10 +42,8 @@ from .runtime import (
     is_initialized,
     local_rank,
     local_size,
-    mp_barrier,
     mp_rank,
     mp_size,
-    pp_barrier,
     pp_rank,
     pp_size,
     rank,
@@ -39,12 +55,29 @@ from .runtime import (
     tp_size,
 )
 from .step_function import step
+from .tensor_parallelism import (
+    register_parameter,
+    set_tensor_parallelism,
+    tensor_parallelism,
+    tp_register,
+    tp_register_with_module,
+)
 
 __all__ = [
+    "DP_GROUP",
+    "MP_GROUP",
+    "PP_GROUP",
+    "RDP_GROUP",
+    "TP_GROUP",
+    "WORLD",
+    "CommGroup",
     "DistributedModel",
     "DistributedOptimizer",
+    "RankType",
     "StepOutput",
+    "allgather",
     "barrier",
+    "broadcast",
     "dp_barrier",
     "dp_rank",
     "dp_size",
@@ -74,10 +107,17 @@ __all__ = [
     "rank",
     "rdp_rank",
     "rdp_size",
+    "recv_from",
+    "register_parameter",
+    "send",
     "set_partition",
+    "set_tensor_parallelism",
     "shutdown",
     "size",
     "step",
+    "tensor_parallelism",
     "tp_rank",
+    "tp_register",
+    "tp_register_with_module",
     "tp_size",
 ]

@@ -15,6 +15,13 @@ each other, this is what holds here:
 * `delayed_parameter_initialization` is the key; similar names are those of functions.
 * A setting given as None counts as not given: scripts pass the defaults of their own options on.
 
+* What only tunes a feature is accepted with any value while the feature is off: the settings of
+  sharded data parallelism at `sharded_data_parallel_degree` 1 (or 0, which some scripts pass),
+  `prescaled_batch`, `tensor_parallel_seed` and `fp16_params` at `tensor_parallel_degree` 1.
+* `skip_tracing` changes nothing: the trace runs on fake tensors, so no model is too big for it.
+* `offload_activations` is accepted with a warning: activations stay where they are.
+* Yes or no may be written as 1 or 0, as scripts do that pass options of type int on.
+
 Settings of features that do not exist yet are accepted at their default, which changes nothing.
 """
 
@@ -45,23 +52,12 @@ WITHOUT_MEANING: Mapping[str, object] = {
 # A feature that starts to work leaves this set.
 NOT_YET = frozenset(
     {
-        "activation_loading_horizon",
         "bf16",
         "delayed_parameter_initialization",
         "fp16",
-        "fp16_params",
-        "offload_activations",
-        "prescaled_batch",
-        "sdp_gradient_clipping",
-        "sdp_hierarchical_allgather",
-        "sdp_max_live_parameters",
-        "sdp_param_persistence_threshold",
-        "sdp_reduce_bucket_size",
         "sharded_data_parallel_degree",
         "shard_optimizer_state",
-        "skip_tracing",
         "tensor_parallel_degree",
-        "tensor_parallel_seed",
     }
 )
 
@@ -71,9 +67,20 @@ def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _yes_or_no(value: object) -> object:
+    """Lets 1 and 0 pass for yes and no."""
+    return bool(value) if type(value) is int and value in (0, 1) else value
+
+
+def _off(value: object) -> object:
+    """Lets degree 0 pass for a feature that is off."""
+    return 1 if type(value) is int and value == 0 else value
+
+
 Source = Mapping[str, Any] | str | Path | None
 Whole = Annotated[int, BeforeValidator(_whole)]
 Count = Annotated[Whole, Field(ge=1)]
+Flag = Annotated[bool, BeforeValidator(_yes_or_no)]
 Strategy = Literal["cluster", "spread", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD"]
 
 
@@ -96,22 +103,22 @@ class Config(BaseModel):
     """What the partitioning balances: 1 only memory, 0 only compute."""
     placement_strategy: Strategy = "cluster"
     """Layout of ranks: D data, P pipeline, T tensor, from the slowest varying to the fastest."""
-    auto_partition: bool = True
+    auto_partition: Flag = True
     """Whether modules that were not placed by hand are placed by the planner."""
     default_partition: Annotated[Whole, Field(ge=0)] | None = None
     """Partition of modules that were not placed by hand, where `auto_partition` is off."""
-    ddp: bool = False
+    ddp: Flag = False
     """Whether there is data parallelism: needed for more ranks than one replica has."""
     ddp_port: Annotated[Whole, Field(ge=1, le=65535)] | None = None
     """Port where ranks meet, in place of MASTER_PORT."""
     ddp_dist_backend: Literal["auto", "nccl"] = "auto"
     """Backend of collectives. Either value means the one that fits the device."""
-    deterministic_server: bool = False
+    deterministic_server: Flag = False
     """Whether all replicas work in the same order. They do in any case."""
 
-    broadcast_inputs: bool = True
+    broadcast_inputs: Flag = True
     """Whether a step's arguments come from pipeline rank 0. Off: each rank brings equal ones."""
-    debug: bool = False
+    debug: Flag = False
     """Whether to check at every step what ranks otherwise trust each other with."""
     timeout: FiniteFloat = Field(600.0, gt=0)
     """Seconds that any wait for another rank may take."""
@@ -121,7 +128,7 @@ class Config(BaseModel):
     """Number of stages that the planner gives to each rank. Above 1 the pipeline is looped."""
     tied_weights: Literal["auto", "together", "copy"] = "auto"
     """Whether users of a shared parameter live on one rank or each hold a copy. Auto: cheaper."""
-    emulate_clock: bool = False
+    emulate_clock: Flag = False
     """Whether steps are timed by a clock on which each rank has a core of its own."""
     emulated_latency_us: FiniteFloat = Field(0.0, ge=0)
     """Microseconds that any message takes on the emulated clock."""
@@ -132,11 +139,11 @@ class Config(BaseModel):
     """Number of ranks that share each layer."""
     tensor_parallel_seed: Whole = 0
     """Seed of the weights that differ between tensor ranks."""
-    prescaled_batch: bool = False
+    prescaled_batch: Flag = False
     """Whether all tensor ranks of a group are given the same batch."""
-    shard_optimizer_state: bool = False
+    shard_optimizer_state: Flag = False
     """Whether optimizer state is sharded over the ranks that hold the same parameter."""
-    sharded_data_parallel_degree: Count = 1
+    sharded_data_parallel_degree: Annotated[Count, BeforeValidator(_off)] = 1
     """Number of ranks over which parameters, gradients and optimizer state are sharded."""
     sdp_reduce_bucket_size: Count = 500_000_000
     """Elements of a gradient bucket of sharded data parallelism."""
@@ -144,23 +151,23 @@ class Config(BaseModel):
     """Elements below which a parameter is not sharded."""
     sdp_max_live_parameters: Count = 1_000_000_000
     """Most elements of parameters that are gathered at once."""
-    sdp_hierarchical_allgather: bool = True
+    sdp_hierarchical_allgather: Flag = True
     """Whether parameters are gathered within nodes first."""
     sdp_gradient_clipping: float = Field(1.0, ge=0)
     """Norm to which sharded data parallelism clips gradients."""
-    offload_activations: bool = False
-    """Whether checkpointed activations wait in CPU memory."""
+    offload_activations: Flag = False
+    """Whether checkpointed activations wait in CPU memory. No effect yet."""
     activation_loading_horizon: Count = 4
-    """How many actions ahead offloaded activations are brought back."""
-    skip_tracing: bool = False
-    """Whether the model is partitioned without a trace."""
-    fp16: bool = False
+    """How many actions ahead offloaded activations are brought back. No effect yet."""
+    skip_tracing: Flag = False
+    """Whether the model is partitioned without a trace. No effect: a trace needs no memory."""
+    fp16: Flag = False
     """Whether to train in float16, with float32 master weights and a scaled loss."""
-    bf16: bool = False
+    bf16: Flag = False
     """Whether to train in bfloat16 under sharded data parallelism."""
-    fp16_params: bool = False
+    fp16_params: Flag = False
     """Whether layers of tensor parallelism begin in float16. SMP itself replaced it by `fp16`."""
-    delayed_parameter_initialization: bool = False
+    delayed_parameter_initialization: Flag = False
     """Whether parameters are made on meta and initialised after the partitioning."""
 
     def __init__(self, **settings: Any) -> None:
@@ -176,12 +183,14 @@ class Config(BaseModel):
             raise ConfigError("\n".join(_explain(error))) from None
         if conflicts := list(_conflicts(self)):
             raise ConfigError("\n".join(conflicts))
-        for name in sorted(NOT_YET & settings.keys()):
+        for name in sorted(NOT_YET):
             default = type(self).model_fields[name].default
-            if settings[name] != default:
+            if getattr(self, name) != default:
                 raise NotSupportedError(
                     f"{name}={settings[name]!r} is not supported yet: leave it at {default!r}"
                 )
+        if self.offload_activations:
+            warnings.warn("offload_activations=True has no effect yet", stacklevel=2)
 
     @property
     def resolved_active_microbatches(self) -> int:

@@ -299,25 +299,5 @@ def get_mp_process_group() -> dist.ProcessGroup | None:
     return current().groups.of("mp")
 
 
-def barrier() -> None:
-    """Waits for all ranks."""
-    dist.barrier(group=current().groups.of("world"))
-
-
-def pp_barrier() -> None:
-    """Waits for the pipeline group."""
-    dist.barrier(group=current().groups.of("pp"))
-
-
-def mp_barrier() -> None:
-    """Waits for the model parallel group."""
-    dist.barrier(group=current().groups.of("mp"))
-
-
-def dp_barrier() -> None:
-    """Waits for the data parallel group."""
-    dist.barrier(group=current().groups.of("dp"))
-
-
 def _members(axis: Axis) -> list[int]:
     return list(current().placement.group(axis, dist.get_rank()))

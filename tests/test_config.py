@@ -82,7 +82,7 @@ def test_active_microbatches_are_capped(settings: dict[str, int], expected: int)
         ("optimize", ["both"]),
         ("memory_weight", [-0.1, 1.1, float("nan"), "0.8", True]),
         ("placement_strategy", ["DP", "DPP", "cpt", "dpt"]),
-        ("auto_partition", [1, "yes"]),
+        ("auto_partition", [2, "yes"]),
         ("default_partition", [-1, 0.5]),
         ("ddp", ["true"]),
         ("ddp_port", [0, 65536]),
@@ -94,7 +94,7 @@ def test_active_microbatches_are_capped(settings: dict[str, int], expected: int)
         ("emulated_latency_us", [-1]),
         ("emulated_bandwidth_gbps", [-1]),
         ("tensor_parallel_degree", [0]),
-        ("sharded_data_parallel_degree", [0]),
+        ("sharded_data_parallel_degree", [-1]),
         ("sdp_gradient_clipping", [-1]),
         ("activation_loading_horizon", [0]),
     ],
@@ -199,6 +199,29 @@ def test_settings_of_later_features_raise_until_they_work() -> None:
         value = not default if isinstance(default, bool) else default + 1
         with pytest.raises(NotSupportedError, match=f"^{name}={value!r} is not supported yet"):
             Config(**{name: value, "ddp": True})
+
+
+def test_what_tunes_a_feature_is_accepted_while_the_feature_is_off() -> None:
+    config = Config(
+        sdp_hierarchical_allgather=False,
+        sdp_gradient_clipping=0.3,
+        sdp_reduce_bucket_size=5e8,
+        prescaled_batch=True,
+        tensor_parallel_seed=7,
+        fp16_params=True,
+        skip_tracing=True,
+        activation_loading_horizon=2,
+        sharded_data_parallel_degree=0,
+    )
+    assert config.sharded_data_parallel_degree == 1
+    assert config.prescaled_batch
+    with pytest.warns(UserWarning, match="offload_activations=True has no effect yet"):
+        assert Config(offload_activations=True).offload_activations
+
+
+def test_one_and_zero_mean_yes_and_no() -> None:
+    config = Config(ddp=1, auto_partition=0, default_partition=0)
+    assert (config.ddp, config.auto_partition) == (True, False)
 
 
 def test_forward_only_is_not_supported() -> None:

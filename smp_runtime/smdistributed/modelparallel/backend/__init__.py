@@ -1,0 +1,1 @@
+"""SMP's native backend, of which only the errors had public names."""

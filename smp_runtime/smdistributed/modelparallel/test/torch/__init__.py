@@ -1,0 +1,1 @@
+"""Of SMP's own tests for PyTorch."""

@@ -1,0 +1,5 @@
+"""The package in which SMP kept its replacements of functions of torch."""
+
+from . import checkpoint
+
+__all__ = ["checkpoint"]
