@@ -207,7 +207,8 @@ class DistributedModel(Wrapper):
                 self._remote_gradients.mark()
         elif shared is not None:
             shared.put_back()
-        self._run_hooks(self._post_step_hooks)
+        once, self._post_step_hooks = self._post_step_hooks, OrderedDict()
+        self._run_hooks(once)
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
         """Called by `DistributedOptimizer`; the optimizer will hold this rank's parameters."""
@@ -302,7 +303,10 @@ class DistributedModel(Wrapper):
         return _register(self._post_partition_hooks, hook)
 
     def register_post_step_hook(self, hook: _Hook) -> RemovableHandle:
-        """Calls ``hook(model, optimizer)`` after each step; remove it by the handle."""
+        """Calls ``hook(model, optimizer)`` once, after the next step.
+
+        Trainers load the state of the optimizer in it, which must not be repeated.
+        """
         return _register(self._post_step_hooks, hook)
 
     def _run_hooks(self, hooks: dict[int, _Hook]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .errors import NotSupportedError
+from .errors import NotSupportedError, UsageError
 from .placing import LocalPart
 from .runtime import current, is_initialized
 
@@ -63,7 +63,27 @@ def keep_local(optimizer: Optimizer, part: LocalPart) -> None:
 
 
 class _LocalBase:
-    """Marks the classes made here."""
+    """What every optimizer made here has beside torch's own.
+
+    Attributes:
+        overflow: whether gradients overflowed in the last step; in float32 nobody looks.
+        step_was_skipped: accelerate's name for the same.
+    """
+
+    overflow = False
+    step_was_skipped = False
+    _is_accelerate_prepared = True  # accelerate leaves it alone, as its step is not torch's
+
+    def clip_master_grads(self, max_norm: float) -> torch.Tensor:
+        """Does what `DistributedModel.clip_grad_norm_` does.
+
+        Raises:
+            UsageError: there is no `DistributedModel`.
+        """
+        model = current().model
+        if model is None:
+            raise UsageError("clip_master_grads needs the smp.DistributedModel of the script")
+        return model.clip_grad_norm_(max_norm)
 
 
 @functools.cache

@@ -148,14 +148,16 @@ def test_hooks_are_called_once_partitioned_and_after_each_step(size: int) -> Non
             return hook
 
         model.register_post_partition_hook(note("partitioned"))
-        handle = model.register_post_step_hook(note("stepped"))
+        model.register_post_step_hook(note("stepped"))
+        handle = model.register_post_step_hook(note("removed"))
+        handle.remove()
         train(model, TOKENS)
         evaluate(model, TOKENS)
-        handle.remove()
+        model.register_post_step_hook(note("stepped again"))
         train(model, TOKENS)
         return called
 
-    assert run_world(size, body) == [["partitioned", "stepped", "stepped"]] * size
+    assert run_world(size, body) == [["partitioned", "stepped", "stepped again"]] * size
 
 
 @pytest.mark.world

@@ -167,3 +167,27 @@ def test_a_rank_without_parameters_steps_harmlessly() -> None:
             state["state"])  # fmt: skip
 
     assert run_world(2, body) == [([0], 3.5, 0), ([1], 3.5, 1)]
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("size", [1, 2])
+def test_it_has_what_scripts_of_16_bit_training_ask_of_any_optimizer(size: int) -> None:
+    def body() -> tuple[bool, bool, bool, float]:
+        smp.init({"pipeline_parallel_degree": size})
+        torch.manual_seed(1)
+        model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)))
+        optimizer: Any = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+        @smp.step
+        def step(model: Any, x: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = model(x).square().sum()
+            model.backward(loss)
+            return loss
+
+        step(model, torch.ones(2, 4))
+        optimizer.clip_master_grads(0.01)
+        norm = model.clip_grad_norm_(1.0).item()
+        prepared = optimizer._is_accelerate_prepared
+        return prepared, optimizer.overflow, optimizer.step_was_skipped, round(norm, 6)
+
+    assert run_world(size, body) == [(True, False, False, 0.01)] * size
