@@ -54,6 +54,7 @@ from .runtime import (
     tp_rank,
     tp_size,
 )
+from .saving import resume_from_checkpoint, save_checkpoint
 from .step_function import step
 from .tensor_parallelism import (
     register_parameter,
@@ -109,6 +110,8 @@ __all__ = [
     "rdp_size",
     "recv_from",
     "register_parameter",
+    "resume_from_checkpoint",
+    "save_checkpoint",
     "send",
     "set_partition",
     "set_tensor_parallelism",

@@ -312,9 +312,21 @@ class Engine:
 
     # -- outside the bodies ------------------------------------------------------------------
 
-    def next_exchange(self) -> int:
-        """Numbers a collective outside the steps; every rank of the group calls it."""
-        return self._paths.next_exchange()
+    @property
+    def num_steps(self) -> tuple[int, int]:
+        """How many steps there were with gradients, and since the last of them without.
+
+        Random streams are keyed by them, so a resumed job goes on from those that were saved.
+        """
+        return self._num_trainings, self._num_evaluations
+
+    @num_steps.setter
+    def num_steps(self, numbers: tuple[int, int]) -> None:
+        self._num_trainings, self._num_evaluations = numbers
+
+    def next_exchange(self, call: str = "state_dict") -> int:
+        """Numbers a collective outside the steps; every rank of the group makes the same `call`."""
+        return self._paths.next_exchange(call)
 
     def fetch(self, address: Address) -> Message:
         """Waits for a message outside the bodies and takes it.

@@ -56,3 +56,31 @@ class WaitTimeoutError(SMPError, TimeoutError):
 
 class UsageError(SMPError):
     """A function was called at a time or place where it has no meaning."""
+
+
+class CheckpointError(SMPError):
+    """A checkpoint cannot be written, or not be resumed from."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint where one was looked for."""
+
+
+class CheckpointIncompleteError(CheckpointError):
+    """Saving a checkpoint was interrupted, or a part of it is missing."""
+
+
+class CheckpointDamagedError(CheckpointError):
+    """A file of a checkpoint is truncated, or not what its index says."""
+
+
+class CheckpointMismatchError(CheckpointError, ValueError):
+    """A checkpoint does not fit the model or the optimizer."""
+
+
+class CheckpointWriteError(CheckpointError, OSError):
+    """A file of a checkpoint could not be written: the disk is full, say."""
+
+
+class UnsafeContentError(CheckpointError):
+    """A file holds pickled code, which nobody has allowed to run."""

@@ -210,6 +210,23 @@ class DistributedModel(Wrapper):
         once, self._post_step_hooks = self._post_step_hooks, OrderedDict()
         self._run_hooks(once)
 
+    @property
+    def attached_optimizer(self) -> Optimizer | None:
+        """The optimizer that was given to `DistributedOptimizer`."""
+        return self._optimizer
+
+    @property
+    def local_part(self) -> LocalPart | None:
+        """What is local, once the model is partitioned over several ranks."""
+        return self._part
+
+    def when_partitioned(self, action: Callable[[], None]) -> None:
+        """Does something once it is known what lives on this rank: now, or in the first step."""
+        if self.partitioned:
+            action()
+        else:
+            self.register_post_partition_hook(lambda *_: action())
+
     def attach_optimizer(self, optimizer: Optimizer) -> None:
         """Called by `DistributedOptimizer`; the optimizer will hold this rank's parameters."""
         self._optimizer = optimizer

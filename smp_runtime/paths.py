@@ -54,12 +54,16 @@ class Paths:
         for known in sorted(self._digests):
             self._compare(known)
 
-    def next_exchange(self) -> int:
-        """Numbers a collective outside the steps, and tells the other ranks of it."""
+    def next_exchange(self, call: str) -> int:
+        """Numbers a collective outside the steps, and tells the other ranks of it.
+
+        Args:
+            call: the function that the user called, for messages.
+        """
         self.num_exchanges += 1
         for peer in self._transport.peers:
             address = Address(Topic.EXCHANGE, -1, -1, self.num_exchanges, self._transport.rank)
-            self._transport.send(peer, address)
+            self._transport.send(peer, address, call)
         return self.num_exchanges
 
     def forget(self, step: int) -> None:
@@ -83,12 +87,11 @@ class Paths:
                     f"rank {address.source} ended step {address.step} without sending "
                     f"{describe(address)}, for which rank {transport.rank} waits. {_ADVICE}"
                 )
-            if ended < address.step and transport.exchanges.get(address.source, 0) > (
-                self.num_exchanges
-            ):
+            number, call = transport.exchanges.get(address.source, (0, ""))
+            if ended < address.step and number > self.num_exchanges:
                 raise UsageError(
-                    f"rank {address.source} called state_dict, while rank {transport.rank} is in "
-                    f"step {address.step}; every rank of the pipeline must call state_dict"
+                    f"rank {address.source} called {call}, while rank {transport.rank} is in "
+                    f"step {address.step}; every rank of the pipeline must call {call}"
                 )
             if address.source in transport.gone and not transport.has(address):
                 raise PeerError(

@@ -90,6 +90,13 @@ class LocalPart:
         """Says whether this rank is the one that counts a parameter in sums over all ranks."""
         return min(self._ranks.get(id(tensor), {0})) == self._rank
 
+    def owner_of(self, path: str) -> int | None:
+        """Returns the rank that runs a module; None for one that is glue, which every rank runs."""
+        for placed in self._ownership.placed.values():
+            if not placed.path or path == placed.path or path.startswith(f"{placed.path}."):
+                return placed.owner
+        return None
+
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yields the modules placed on this rank and their submodules, with their names."""
         for path, placed in self._ownership.placed.items():

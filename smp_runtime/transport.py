@@ -83,7 +83,7 @@ class Transport:
         has_raised: that report was raised here.
         gone: the ranks that have left, in peace or not.
         ended: the last step that each peer has ended.
-        exchanges: the last exchange outside the steps that each peer has begun.
+        exchanges: the last exchange outside the steps that each peer has begun, and its call.
         is_closed: nothing more is said to the others.
     """
 
@@ -100,7 +100,7 @@ class Transport:
         self.has_raised = False
         self.gone: set[int] = set()
         self.ended: dict[int, int] = {}
-        self.exchanges: dict[int, int] = {}
+        self.exchanges: dict[int, tuple[int, str]] = {}
         self._streams = list(streams)
         self._locks = [threading.Lock() for _ in streams]
         self._read_clock = read_clock
@@ -260,7 +260,7 @@ class Transport:
                 return
             if address.topic is Topic.EXCHANGE:
                 with self.arrived:
-                    self.exchanges[peer] = address.number
+                    self.exchanges[peer] = (address.number, message.content)
                 continue
             if address.topic is Topic.END:
                 with self.arrived:
