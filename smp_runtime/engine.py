@@ -107,7 +107,7 @@ class Engine:
         function: Callable[..., Any],
         calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
         *,
-        loss_scale: float,
+        loss_scales: Sequence[float],
         seed: int,
         detach: bool,
     ) -> list[Any]:
@@ -116,7 +116,7 @@ class Engine:
         Args:
             function: the step function's body.
             calls: its arguments for each microbatch.
-            loss_scale: what each microbatch's loss counts.
+            loss_scales: what each microbatch's loss counts.
             seed: seed of the random streams.
             detach: cut the results off their graphs.
 
@@ -125,7 +125,7 @@ class Engine:
             WaitTimeoutError: a wait took too long.
             Exception: whatever a body raised, with a note that says where.
         """
-        self._make_runs(len(calls), loss_scale, seed)
+        self._make_runs(loss_scales, seed)
         lives = [
             lambda run=run, call=call: self._live(run, function, call, detach)
             for run, call in zip(self._runs, calls, strict=True)
@@ -133,7 +133,7 @@ class Engine:
         saved = host_random_state(), device.random_state()
         begun = time.perf_counter()
         self.clock.start()
-        self.report = StepReport()
+        self.report = StepReport(began=begun)
         try:
             if self.transport.size == 1:
                 self._run_here(lives, begun)
@@ -167,10 +167,10 @@ class Engine:
         self._rank_of = rank_of
         self._make_plan()
 
-    def _make_runs(self, num_microbatches: int, loss_scale: float, seed: int) -> None:
+    def _make_runs(self, loss_scales: Sequence[float], seed: int) -> None:
         name = self._name_step()
         self._runs.clear()
-        for i in range(num_microbatches):
+        for i, loss_scale in enumerate(loss_scales):
             body = Body(self, i, loss_scale, RandomStreams(seed, name, i))
             body.glue = GlueMode(body)
             self._runs.append(Run(body))

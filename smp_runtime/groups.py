@@ -42,6 +42,10 @@ class Groups:
     """The process groups of this rank, one per axis.
 
     Groups with the same ranks are one process group.
+
+    Attributes:
+        replicas: a data parallel group of the runtime's own, None if it would hold one rank only.
+            Reductions during a backward pass must not mix with collectives of the script.
     """
 
     def __init__(self, placement: Placement) -> None:
@@ -54,6 +58,11 @@ class Groups:
             for ranks in placement.groups(axis):
                 if ranks not in self._made:
                     self._made[ranks] = dist.new_group(list(ranks))
+        self.replicas: dist.ProcessGroup | None = None
+        for ranks in placement.groups("dp"):
+            if len(ranks) > 1:
+                made = dist.new_group(list(ranks))
+                self.replicas = made if dist.get_rank() in ranks else self.replicas
 
     def of(self, axis: Axis) -> dist.ProcessGroup | None:
         """Returns this rank's group on an axis."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,13 +15,15 @@ from torch.utils.hooks import RemovableHandle
 
 from . import device
 from .body import current_body
-from .data_parallel import average_gradients, broadcast_state
+from .data_parallel import DataParallel, Held
 from .errors import NotSupportedError, UsageError
 from .norms import clip_gradients, watch_clip_grad_norm
 from .optimizer import keep_local
 from .partitioning import Partition, partition
 from .placing import LocalPart, named_state, seed_drawing_modules, to_device
+from .reduction import CommHook
 from .remote_gradients import RemoteGradients
+from .replicas import Replicas, broadcast_state
 from .runtime import current
 from .schedule import plan
 from .shared_parameters import SharedGradients, make_equal
@@ -47,13 +50,16 @@ class DistributedModel(Wrapper):
         module: any module, whole on every rank, with equal weights.
         trace_device: accepted for SMP's sake; the trace runs on fake tensors.
         trace_execution_times: partition by measured times instead of modelled ones.
-        overlapping_allreduce: accepted; gradients are all-reduced after the last backward.
-        backward_passes_per_step: only 1 is supported yet.
+        overlapping_allreduce: all-reduce gradients while the last microbatch's backward pass goes
+            on, or after it. The result is the same, bit for bit.
+        backward_passes_per_step: number of steps whose gradients are accumulated before they are
+            averaged over replicas. They are summed: divide the loss where their mean is wanted.
         average_grads_across_microbatches: average gradients over microbatches, or sum them.
         bucket_cap_mb: most megabytes of gradients that one all-reduce takes.
         trace_memory_usage: accepted; activations are counted in any case.
-        broadcast_buffers: accepted; buffers are made equal over replicas once, at the start.
-        gradient_as_bucket_view: accepted without effect.
+        broadcast_buffers: after each reduction give all replicas the first one's buffers.
+        gradient_as_bucket_view: make gradients views of the all-reduced buckets, which saves a
+            copy of them and its memory.
 
     Raises:
         UsageError: `init` was not called, or a model was wrapped before.
@@ -75,17 +81,26 @@ class DistributedModel(Wrapper):
         runtime = current()
         if runtime.model is not None:
             raise UsageError("smp.DistributedModel was called before; a script has one model")
-        if backward_passes_per_step != 1:
-            raise NotSupportedError(
-                f"backward_passes_per_step={backward_passes_per_step} is not supported yet: "
-                "call optimizer.step() less often instead"
+        if backward_passes_per_step < 1 or bucket_cap_mb <= 0:
+            raise UsageError(
+                f"smp.DistributedModel got backward_passes_per_step={backward_passes_per_step} and "
+                f"bucket_cap_mb={bucket_cap_mb}: both must be positive"
             )
         super().__init__(module, self._call_module)
         runtime.model = self
         self.average_grads_across_microbatches = average_grads_across_microbatches
         self._runtime = runtime
         self._trace_execution_times = trace_execution_times
-        self._bucket_bytes = int(bucket_cap_mb * 1024 * 1024)
+        self.data_parallel = DataParallel(
+            Replicas(runtime),
+            self._held,
+            bucket_bytes=int(bucket_cap_mb * 1024 * 1024),
+            is_overlapped=overlapping_allreduce,
+            as_views=gradient_as_bucket_view,
+            broadcast_buffers=broadcast_buffers,
+            passes=backward_passes_per_step,
+        )
+        self._shared_gradients: SharedGradients | None = None
         self._part: LocalPart | None = None
         self._remote_gradients: RemoteGradients | None = None
         self._partition: Partition | None = None
@@ -99,7 +114,8 @@ class DistributedModel(Wrapper):
         else:
             for tensor in (*module.parameters(), *module.buffers()):
                 to_device(tensor)
-            broadcast_state(module, runtime)
+            broadcast_state(module, self.data_parallel.replicas)
+            self.data_parallel.watch_backward()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Converts what is here; what lives elsewhere only changes its type, and nothing moves."""
@@ -188,25 +204,31 @@ class DistributedModel(Wrapper):
         with body.glue.suspended():
             body.backward_pass.run(losses, gradients)
 
-    def begin_step(self) -> SharedGradients | None:
-        """Called by the step before the bodies run."""
+    def begin_step(self, num_microbatches: int) -> list[float]:
+        """Called by the step before the bodies run; returns what each one's loss counts."""
         self._has_run_backward = False
-        if self._part is None:
-            return None
-        return SharedGradients(self._runtime.engine, self._part.shared)
+        self.data_parallel.begin_step(num_microbatches - 1, is_training=torch.is_grad_enabled())
+        if self.partitioned:
+            self.data_parallel.arm()
+        if self._part is not None:
+            self._shared_gradients = SharedGradients(self._runtime.engine, self._part.shared)
+        share = 1.0 / num_microbatches if self.average_grads_across_microbatches else 1.0
+        return [share] * num_microbatches
 
-    def end_step(self, shared: SharedGradients | None) -> None:
+    def end_step(self) -> None:
         """Called by the step after the bodies: reduces gradients and runs hooks."""
+        shared = self._shared_gradients
         if shared is None and self._part is not None:  # partitioned in this very step
             shared = SharedGradients(self._runtime.engine, self._part.shared, set_aside=False)
-        if self._has_run_backward:
-            if shared is not None:
+        self._shared_gradients = None
+        if shared is not None:
+            if self._has_run_backward:
                 shared.add_up()
-            average_gradients(list(self.local_parameters()), self._runtime, self._bucket_bytes)
-            if self._remote_gradients is not None:
-                self._remote_gradients.mark()
-        elif shared is not None:
-            shared.put_back()
+            else:
+                shared.put_back()
+        self.data_parallel.end_step(self._has_run_backward)
+        if self._has_run_backward and self._remote_gradients is not None:
+            self._remote_gradients.mark()
         once, self._post_step_hooks = self._post_step_hooks, OrderedDict()
         self._run_hooks(once)
 
@@ -227,6 +249,14 @@ class DistributedModel(Wrapper):
         else:
             self.register_post_partition_hook(lambda *_: action())
 
+    def _held(self) -> Held:
+        shared = () if self._part is None else self._part.shared
+        return Held(
+            list(self.local_parameters()),
+            [parameter for _, parameter, _ in shared],
+            list(self.local_buffers()),
+        )
+
     def attach_optimizer(self, optimizer: Optimizer) -> None:
         """Called by `DistributedOptimizer`; the optimizer will hold this rank's parameters."""
         self._optimizer = optimizer
@@ -235,7 +265,65 @@ class DistributedModel(Wrapper):
 
     def step_report(self) -> Any:
         """Returns where the time of the last step went on this rank."""
-        return self._runtime.engine.report
+        report = self._runtime.engine.report
+        report.reductions = [
+            (launched - report.began, reduced - report.began)
+            for launched, reduced in self.data_parallel.spans
+        ]
+        return report
+
+    # -- replicas ----------------------------------------------------------------------------
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Reduces gradients over replicas by ``hook(state, bucket)`` in place of an all-reduce.
+
+        The signature is that of DistributedDataParallel, and torch's own hooks work, such as
+        ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook``. The hook
+        gets gradients that are averaged over microbatches, divides by the number of replicas
+        itself, and returns a future of the reduced buffer.
+
+        Args:
+            state: for the hook: for torch's default hooks a process group, or None for the
+                data parallel one.
+            hook: called once for each bucket and step, in the same order on all replicas.
+
+        Raises:
+            UsageError: there is no data parallelism, or `overlapping_allreduce` is False.
+        """
+        if not self._runtime.config.ddp:
+            raise UsageError("register_comm_hook is for data parallelism: set ddp to True")
+        self.data_parallel.register_comm_hook(state, hook)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Makes steps inside accumulate gradients without averaging them over replicas.
+
+        The first step outside averages what was accumulated.
+        """
+        return self.data_parallel.no_sync()
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Lets replicas take different numbers of steps inside, at least one each.
+
+        A replica that leaves early takes part in what the others reduce, with gradients of zero.
+        At the end all have the parameters of those that left last. Ranks of one pipeline must
+        take equally many steps.
+
+        Args:
+            divide_by_initial_world_size: average over all replicas, or over those still present.
+            enable: False makes it do nothing.
+            throw_on_early_termination: raise on all ranks when the first replica leaves.
+
+        Raises:
+            UsageError: a replica left before its first step, or `throw_on_early_termination`.
+        """
+        return self.data_parallel.join(
+            divide_by_initial_world_size, enable, throw_on_early_termination
+        )
 
     # -- partitioning ------------------------------------------------------------------------
 
@@ -250,17 +338,15 @@ class DistributedModel(Wrapper):
                 )
         address = Address(Topic.PLAN, engine.step, 0, 0, 0)
         if rank == 0:
-            trace = _trace(self.get_module(), args, kwargs, self._trace_execution_times)
-            made = self._plan(trace.root)
-            drawing = trace.drawing_modules
+            told = self.data_parallel.replicas.agree(lambda: self._plan(args, kwargs))
             for peer in engine.transport.peers:
-                engine.transport.send(peer, address, (made.to_json(), sorted(drawing)))
+                engine.transport.send(peer, address, told)
         else:
             body = current_body()
             assert body is not None
             engine.wait(body, [address])
-            text, names = engine.receive(address).content
-            made, drawing = Partition.from_json(text), frozenset(names)
+            told = engine.receive(address).content
+        made, drawing = Partition.from_json(told[0]), frozenset(told[1])
         seed_drawing_modules(self.get_module(), drawing)
         self._partition = made
         self._part = LocalPart(self.get_module(), made, rank, engine.ownership, engine.reports)
@@ -273,7 +359,8 @@ class DistributedModel(Wrapper):
         body = current_body()
         assert body is not None
         make_equal(self._part.shared, engine, body)
-        broadcast_state(self.get_module(), runtime)
+        broadcast_state(self.get_module(), self.data_parallel.replicas)
+        self.data_parallel.arm()
         self._remote_gradients = RemoteGradients(self.get_module(), self._part)
         watch_clip_grad_norm(self._part, runtime)
         if self._optimizer is not None:
@@ -281,7 +368,12 @@ class DistributedModel(Wrapper):
         self._run_hooks(self._post_partition_hooks)
         engine.set_stages(made.rank_of)
 
-    def _plan(self, root: Any) -> Partition:
+    def _plan(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, list[str]]:
+        """Returns the partition as text, and the paths of the modules that draw."""
+        trace = _trace(self.get_module(), args, kwargs, self._trace_execution_times)
+        return self._divide(trace.root).to_json(), sorted(trace.drawing_modules)
+
+    def _divide(self, root: Any) -> Partition:
         config = self._runtime.config
         pinned = None
         if not config.auto_partition:

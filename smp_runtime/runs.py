@@ -69,6 +69,8 @@ class StepReport:
             passes; the rest is glue.
         clock: the same as `wall` on the emulated clock, 0 unless `emulate_clock` is on.
         spans: begin and end of each stretch of running, relative to the start, with its action.
+        reductions: begin and end of the all-reduce of each bucket of gradients, likewise.
+        began: the start, on the clock of `time.perf_counter`.
     """
 
     wall: float = 0.0
@@ -76,6 +78,8 @@ class StepReport:
     compute: float = 0.0
     clock: float = 0.0
     spans: list[tuple[str, float, float]] = field(default_factory=list)
+    reductions: list[tuple[float, float]] = field(default_factory=list)
+    began: float = 0.0
 
     @property
     def bubble(self) -> float:

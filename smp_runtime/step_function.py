@@ -58,16 +58,13 @@ class StepFunction:
             _tell(runtime, error)
             raise
         model = runtime.model
-        loss_scale = 1.0
-        if model is not None and model.average_grads_across_microbatches:
-            loss_scale = 1.0 / len(calls)
-        shared = None if model is None else model.begin_step()
+        loss_scales = [1.0] * len(calls) if model is None else model.begin_step(len(calls))
         results = engine.run(
-            self._function, calls, loss_scale=loss_scale, seed=seed, detach=self._detach
+            self._function, calls, loss_scales=loss_scales, seed=seed, detach=self._detach
         )
         if model is not None:
             try:
-                model.end_step(shared)
+                model.end_step()
             except Exception as error:
                 _tell(runtime, error)
                 raise

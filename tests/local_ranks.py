@@ -88,7 +88,8 @@ class LocalRank:
             return function(*args)
 
         self.engine.begin_step()
-        results = self.engine.run(body, calls, loss_scale=loss_scale, seed=seed, detach=detach)
+        scales = [loss_scale] * len(calls)
+        results = self.engine.run(body, calls, loss_scales=scales, seed=seed, detach=detach)
         self.engine.end_step()
         return results
 

@@ -71,8 +71,8 @@ def test_it_needs_a_runtime() -> None:
 def test_what_is_asked_at_the_wrong_time_or_not_supported_raises(size: int) -> None:
     def body() -> str:
         smp.init({"pipeline_parallel_degree": size})
-        with pytest.raises(NotSupportedError, match=r"backward_passes_per_step=2"):
-            smp.DistributedModel(build(), backward_passes_per_step=2)
+        with pytest.raises(UsageError, match=r"backward_passes_per_step=0.*must be positive"):
+            smp.DistributedModel(build(), backward_passes_per_step=0)
         model = smp.DistributedModel(build())
         with pytest.raises(UsageError, match="was called before; a script has one model"):
             smp.DistributedModel(build())

@@ -1,0 +1,100 @@
+"""Buckets take gradients in, look like DistributedDataParallel's to hooks, and give them back."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from smp_runtime.buckets import Bucket, gradient_type, lay_out
+from smp_runtime.errors import NotSupportedError
+
+
+def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
+
+
+def sizes(given: list[nn.Parameter], limit: int) -> list[list[int]]:
+    return [[p.numel() for p in bucket.parameters()] for bucket in lay_out(given, limit)]
+
+
+def test_buckets_are_filled_to_their_limit_in_order() -> None:
+    assert sizes(parameters(1, 2, 3, 10, 1), 24) == [[1, 2, 3], [10], [1]]
+    assert sizes(parameters(1, 2, 3, 10, 1), 10**6) == [[1, 2, 3, 10, 1]]
+    assert sizes([], 24) == []
+
+
+def test_buckets_have_one_type() -> None:
+    mixed = [*parameters(1), *parameters(1, dtype=torch.bfloat16), *parameters(2)]
+    assert sizes(mixed, 10**6) == [[1], [1], [2]]
+
+
+def test_the_type_is_that_of_the_gradient() -> None:
+    (low,) = parameters(2, dtype=torch.bfloat16)
+    assert gradient_type(low) == torch.bfloat16
+    low.grad_dtype = torch.float32  # type: ignore[attr-defined]
+    assert gradient_type(low) == torch.float32
+    assert lay_out([low], 100)[0].buffer().dtype == torch.float32
+
+
+def test_it_looks_like_a_grad_bucket() -> None:
+    first, second = lay_out(parameters(3, 2), 12)
+    assert (first.index(), first.is_last()) == (0, False)
+    assert (second.index(), second.is_last()) == (1, True)
+    first.parameters()[0].grad = torch.tensor([1.0, 2.0, 3.0])
+    assert first.take_in(2.0) == [True]
+    assert first.buffer().tolist() == [0.5, 1.0, 1.5]
+    assert [gradient.tolist() for gradient in first.gradients()] == [[0.5, 1.0, 1.5]]
+    first.set_buffer(torch.zeros(3))
+    assert first.buffer().tolist() == [0.0, 0.0, 0.0]
+
+
+def filled() -> tuple[Bucket, list[nn.Parameter], Tensor]:
+    made = parameters(2, 1)
+    made[0].grad = gradient = torch.tensor([2.0, 4.0])
+    (bucket,) = lay_out(made, 100)
+    return bucket, made, gradient
+
+
+def test_parameters_have_no_gradient_while_it_is_under_way() -> None:
+    bucket, made, _ = filled()
+    assert bucket.take_in(2.0) == [True, False]
+    assert [p.grad for p in made] == [None, None]
+
+
+def test_gradients_come_back_into_the_same_tensors() -> None:
+    bucket, made, gradient = filled()
+    bucket.take_in(1.0)
+    late = bucket.give_out(torch.tensor([7.0, 8.0, 9.0]), [True, True], as_views=False)
+    assert late == [None, None]
+    assert made[0].grad is gradient
+    assert gradient.tolist() == [7.0, 8.0]
+    assert made[1].grad is not None
+    assert made[1].grad.tolist() == [9.0]
+
+
+def test_gradients_come_back_as_views() -> None:
+    bucket, made, _ = filled()
+    bucket.take_in(1.0)
+    bucket.give_out(bucket.buffer(), [True, False], as_views=True)
+    assert made[0].grad is not None
+    assert made[0].grad.data_ptr() == bucket.buffer().data_ptr()
+    assert made[1].grad is None
+    bucket.take_in(2.0)  # once more, without a copy
+    assert bucket.buffer().tolist() == [1.0, 2.0, 0.0]
+
+
+def test_what_comes_late_is_told() -> None:
+    bucket, made, _ = filled()
+    bucket.take_in(1.0)
+    made[1].grad = torch.tensor([5.0])
+    nothing, late = bucket.give_out(bucket.buffer(), [True, True], as_views=False)
+    assert nothing is None
+    assert late is not None
+    assert late.tolist() == [5.0]
+
+
+def test_sparse_gradients_are_refused() -> None:
+    embedding = nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    (bucket,) = lay_out([embedding.weight], 100)
+    with pytest.raises(NotSupportedError, match="sparse=False"):
+        bucket.take_in(2.0)

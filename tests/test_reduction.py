@@ -1,0 +1,445 @@
+"""Buckets are reduced once each, while the backward pass goes on, whatever gets a gradient when."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+import smp_runtime as smp
+from smp_runtime.errors import UsageError
+from tests.replica_subjects import CHAIN
+from tests.subjects import WIDTH
+from tests.transparency import build
+from tests.worlds import run_world
+
+TINY = 0.0005
+TIMEOUT = 15.0
+
+
+def start(degree: int = 1, m: int = 2, module: nn.Module | None = None, **options: Any) -> Any:
+    smp.init({"pipeline_parallel_degree": degree, "microbatches": m, "ddp": True,
+              "timeout": TIMEOUT})  # fmt: skip
+    options = {"bucket_cap_mb": TINY, **options}
+    return smp.DistributedModel(module or build(CHAIN), **options)
+
+
+@smp.step
+def train(model: Any, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+
+@smp.step
+def evaluate(model: Any, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def batch(seed: int, size: int = 4) -> Tensor:
+    return torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(model: Any) -> dict[str, Any]:
+    return {
+        name: None if held.grad is None else held.grad.tolist()
+        for name, held in model.local_named_parameters()
+    }
+
+
+def mean_gradients(scale: float = 1.0, *seeds: int) -> dict[str, Any]:
+    """Returns the plain model's gradients, averaged over batches, times `scale`."""
+    model = build(CHAIN)
+    for seed in seeds:
+        torch.autograd.backward(scale / len(seeds) * model(batch(seed)).square().mean())
+    return {name: held.grad for name, held in model.named_parameters()}
+
+
+def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for name, values in found.items():
+        torch.testing.assert_close(torch.tensor(values), expected[name], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("degree", [1, 2])
+def test_each_bucket_is_reduced_once_in_a_step(degree: int) -> None:
+    def body() -> Any:
+        model = start(degree, m=4)
+        calls: list[tuple[int, bool]] = []
+
+        def hook(state: str, bucket: Any) -> torch.futures.Future[Tensor]:
+            assert state == "mine"
+            calls.append((bucket.index(), bucket.is_last()))
+            assert bucket.buffer().numel() == sum(p.numel() for p in bucket.parameters())
+            return default_hooks.allreduce_hook(smp.get_dp_process_group(), bucket)
+
+        model.register_comm_hook("mine", hook)
+        for step in range(3):
+            model.zero_grad()
+            with torch.no_grad():
+                evaluate(model, batch(9))
+            train(model, batch(smp.dp_rank() + step))
+        return calls, gradients(model)
+
+    for calls, found in run_world(2 * degree, body):
+        one_step = calls[: len(calls) // 3]
+        assert len(one_step) > 2
+        assert calls == one_step * 3
+        assert [index for index, _ in one_step] == list(range(len(one_step)))
+        assert [is_last for _, is_last in one_step] == [False] * (len(one_step) - 1) + [True]
+        assert_close(found, mean_gradients(1.0, 2, 3))
+
+
+@pytest.mark.world
+def test_buckets_start_while_the_backward_pass_goes_on() -> None:
+    def body() -> Any:
+        log: list[str] = []
+
+        class Slow(nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                x.register_hook(lambda _: log.append("backward") if x.requires_grad else None)
+                return super().forward(x)
+
+        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), *[Slow(WIDTH, WIDTH) for _ in range(3)])
+        model = start(m=2, module=module, bucket_cap_mb=1e-4)
+
+        def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
+            log.append("reduce")
+            return default_hooks.allreduce_hook(smp.get_dp_process_group(), bucket)
+
+        model.register_comm_hook(None, hook)
+        logs = []
+        for _ in range(2):
+            train(model, batch(smp.dp_rank()))
+            logs.append(list(log))
+            log.clear()
+        report = model.step_report()
+        assert len(report.reductions) == logs[0].count("reduce")
+        assert all(0 < begin < end for begin, end in report.reductions)
+        assert report.reductions[0][0] < report.wall
+        return logs
+
+    for first, second in run_world(2, body):
+        # The first step learns what comes when. The second one's first microbatch reduces nothing.
+        assert first == ["backward"] * 6 + ["reduce"] * 8
+        assert second[:3] == ["backward"] * 3
+        reduced_after = [second[: second.index("reduce")].count("backward")]
+        assert reduced_after == [3] or reduced_after == [4]
+        assert second[-1] == "reduce"
+        assert second.count("reduce") == 8
+        assert second != first
+
+
+class Moody(nn.Module):
+    """Uses its layers as often as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(1, 1, bias=False) for _ in range(3))
+        for layer in (self.a, self.b, self.c):
+            nn.init.constant_(layer.weight, 1.0)
+        self.used = "a"
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x.new_zeros(())
+        for name in self.used:
+            total = total + getattr(self, name)(x).sum()
+        return total
+
+
+@pytest.mark.world
+def test_absent_gradients_count_as_zero_and_late_ones_are_added() -> None:
+    @smp.step
+    def train_twice(model: Any, x: Tensor, times: int) -> Tensor:
+        for _ in range(times):  # one backward pass after the other
+            loss = model(x)
+            model.backward(loss)
+        return loss
+
+    def body() -> Any:
+        module = Moody()
+        model = start(m=1, module=module, bucket_cap_mb=1e-6)
+        rank = smp.dp_rank()
+        found = []
+        for used, times in (
+            (("a", "a"), (1, 1)),
+            (("ab", "a"), (1, 1)),  # b on replica 0 only
+            (("a", "a"), (2, 1)),  # more often than ever before, on replica 0 only
+            (("ab", "ba"), (2, 2)),
+            (("a", "b"), (1, 1)),
+        ):
+            module.used = used[rank]
+            model.zero_grad()
+            train_twice(model, torch.ones(1, 1) * (rank + 1), times[rank])
+            found.append([None if p.grad is None else p.grad.item() for p in module.parameters()])
+        return found
+
+    expected = [
+        [1.5, None, None],
+        [1.5, 0.5, None],
+        [2.0, None, None],
+        [3.0, 3.0, None],
+        [0.5, 1.0, None],
+    ]
+    assert run_world(2, body) == [expected] * 2
+
+
+@pytest.mark.world
+def test_steps_accumulate() -> None:
+    def body() -> Any:
+        model = start(m=2)
+        rank = smp.dp_rank()
+        found = []
+        for _ in range(3):  # k steps without zeroing: k times the gradient
+            train(model, batch(rank))
+            found.append(gradients(model))
+        model.zero_grad()
+        with model.no_sync():
+            train(model, batch(rank))
+            own = gradients(model)
+        train(model, batch(rank))
+        return found, own, gradients(model)
+
+    (first, own, total), (second, other, same) = run_world(2, body)
+    assert first == second
+    assert total == same
+    assert own != other
+    for k, found in enumerate(first, start=1):
+        assert_close(found, mean_gradients(k, 0, 1))
+    assert_close(own, mean_gradients(1.0, 0))
+    assert_close(total, mean_gradients(2.0, 0, 1))
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("degree", [1, 2])
+def test_backward_passes_per_step(degree: int) -> None:
+    def body() -> Any:
+        model = start(degree, backward_passes_per_step=2)
+        counts = []
+
+        def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
+            counts[-1] += 1
+            return default_hooks.allreduce_hook(smp.get_dp_process_group(), bucket)
+
+        model.register_comm_hook(None, hook)
+        rank = smp.dp_rank()
+        for _ in range(2):
+            model.zero_grad()
+            for seed in (rank, rank + 2):
+                counts.append(0)
+                train(model, batch(seed))
+        return counts, gradients(model)
+
+    for counts, found in run_world(2 * degree, body):
+        assert counts[0] == counts[2] == 0
+        assert counts[1] == counts[3] > 1
+        assert_close(found, mean_gradients(2.0, 0, 1, 2, 3))
+
+
+@pytest.mark.world
+def test_torchs_hooks_compress() -> None:
+    def body() -> Any:
+        found = []
+        for hook, state in (
+            (default_hooks.fp16_compress_hook, None),
+            (default_hooks.bf16_compress_hook, None),
+            (default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), "group"),
+            (powerSGD_hook.powerSGD_hook, "power"),
+        ):
+            model = start()
+            if state == "group":
+                state = smp.get_dp_process_group()
+            elif state == "power":
+                group = smp.get_dp_process_group()
+                state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=1000)
+            model.register_comm_hook(state, hook)
+            for _ in range(2):
+                model.zero_grad()
+                train(model, batch(smp.dp_rank()))
+            found.append(gradients(model))
+            smp.shutdown()
+        return found
+
+    first, second = run_world(2, body)
+    assert first == second
+    expected = mean_gradients(1.0, 0, 1)
+    for found in first:
+        for name, values in found.items():
+            torch.testing.assert_close(torch.tensor(values), expected[name], rtol=2e-2, atol=1e-3)
+    assert first[0] != first[3]
+
+
+@pytest.mark.world
+def test_hooks_need_overlap_and_data_parallelism() -> None:
+    def body() -> None:
+        model = start(overlapping_allreduce=False)
+        with pytest.raises(UsageError, match="overlapping_allreduce=True"):
+            model.register_comm_hook(None, default_hooks.allreduce_hook)
+        smp.shutdown()
+        smp.init({})
+        with pytest.raises(UsageError, match="set ddp to True"):
+            smp.DistributedModel(nn.Linear(1, 1)).register_comm_hook(
+                None, default_hooks.allreduce_hook
+            )
+        smp.shutdown()
+        smp.init({})
+        with pytest.raises(UsageError, match="must be positive"):
+            smp.DistributedModel(nn.Linear(1, 1), backward_passes_per_step=0)
+
+    run_world(1, body)
+
+
+@pytest.mark.world
+def test_a_plain_backward_outside_steps_is_reduced() -> None:
+    def body() -> Any:
+        model = start(m=1)
+        found = []
+        for step in range(2):
+            model.zero_grad()
+            torch.autograd.backward(model(batch(smp.dp_rank() + step)).square().mean())
+            found.append(gradients(model))
+        model.zero_grad()
+        with model.no_sync():
+            torch.autograd.backward(model(batch(smp.dp_rank())).square().mean())
+        found.append(gradients(model))
+        return found
+
+    first, second = run_world(2, body)
+    assert first[:2] == second[:2]
+    assert first[2] != second[2]
+    for step in range(2):
+        assert_close(first[step], mean_gradients(1.0, step, step + 1))
+
+
+@pytest.mark.world
+def test_parameters_may_be_frozen_and_thawed_between_steps() -> None:
+    def body() -> Any:
+        model = start(m=1)
+        first = model.get_module()[0].layer.weight
+        found = []
+        for thawed in (True, False, True):
+            first.requires_grad_(thawed)
+            model.zero_grad()
+            train(model, batch(smp.dp_rank()))
+            found.append(gradients(model))
+        return found
+
+    by_rank = run_world(2, body)
+    assert by_rank[0] == by_rank[1]
+    expected = mean_gradients(1.0, 0, 1)
+    assert by_rank[0][1].pop("0.layer.weight") is None
+    for found in by_rank[0]:
+        assert_close(found, expected)
+
+
+@pytest.mark.world
+def test_replicas_that_train_different_parameters_are_told() -> None:
+    def body() -> None:
+        model = start(m=1)
+        if smp.dp_rank() == 1:
+            model.get_module()[0].layer.weight.requires_grad_(False)
+        with pytest.raises(UsageError, match="replicas 0 and 1 train different parameters"):
+            train(model, batch(0))
+
+    run_world(2, body)
+
+
+@pytest.mark.world
+def test_collectives_of_the_script_do_not_mix_with_the_reduction() -> None:
+    @smp.step
+    def train_and_sum(model: Any, x: Tensor) -> tuple[Tensor, float]:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        total = torch.ones(3) * (smp.dp_rank() + 1)
+        dist.all_reduce(total, group=smp.get_dp_process_group())
+        return loss, total.sum().item()
+
+    def body() -> Any:
+        model = start(m=2)
+        for _ in range(3):
+            model.zero_grad()
+            _, sums = train_and_sum(model, batch(smp.dp_rank()))
+            assert sums == [9.0, 9.0]
+        return gradients(model)
+
+    for found in run_world(2, body):
+        assert_close(found, mean_gradients(1.0, 0, 1))
+
+
+# -- replicas that take different numbers of steps ----------------------------------------------
+
+
+def uneven(degree: int, **options: Any) -> Any:
+    """Replica 0 has one batch, replica 1 three."""
+    model = start(degree, m=1)
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with model.join(**options):
+        for step in range(1 + 2 * smp.dp_rank()):
+            optimizer.zero_grad()
+            with torch.no_grad():
+                evaluate(model, batch(7))
+            train(model, batch(10 * smp.dp_rank() + step))
+            optimizer.step()
+    return {name: held.detach().clone() for name, held in model.local_named_parameters()}
+
+
+def uneven_by_hand(scales: tuple[float, ...]) -> dict[str, Tensor]:
+    model = build(CHAIN)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, scale in enumerate(scales):
+        optimizer.zero_grad()
+        for seed in (0, 10) if step == 0 else (10 + step,):
+            torch.autograd.backward(scale * model(batch(seed)).square().mean())
+        optimizer.step()
+    return {name: held.detach() for name, held in model.named_parameters()}
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("degree", [1, 2])
+def test_join_lets_replicas_end_early(degree: int) -> None:
+    def body() -> Any:
+        found = []
+        for options in ({}, {"divide_by_initial_world_size": False}):
+            found.append(uneven(degree, **options))
+            smp.shutdown()
+        return found
+
+    by_rank = run_world(2 * degree, body)
+    for index, scales in enumerate([(0.5, 0.5, 0.5), (0.5, 1.0, 1.0)]):
+        expected = uneven_by_hand(scales)
+        for found in by_rank:
+            for name, tensor in found[index].items():
+                torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.world
+def test_join_can_tell_instead() -> None:
+    def body() -> int:
+        model = start(m=1)
+        steps = 0
+        with (
+            pytest.raises(UsageError, match=r"replicas \[0\] have no more batches"),
+            model.join(throw_on_early_termination=True),
+        ):
+            for step in range(1 + 2 * smp.dp_rank()):
+                train(model, batch(step))
+                steps += 1
+        return steps
+
+    assert run_world(2, body) == [1, 1]
+
+
+@pytest.mark.world
+def test_join_without_effect() -> None:
+    def body() -> Any:
+        model = start(m=1)
+        with model.join():
+            train(model, batch(smp.dp_rank()))
+        with model.join(enable=False):
+            train(model, batch(smp.dp_rank()))
+        return gradients(model)
+
+    for found in run_world(2, body):
+        assert_close(found, mean_gradients(2.0, 0, 1))
