@@ -77,6 +77,8 @@ class Body:
         num_backwards: how many backward passes it has begun.
         digest: of the path that it took so far; equal on all ranks.
         last_origin: the last thing on that path.
+        failed_with: what a computation raised that only this rank runs, and which one.
+        hook: path of the module whose forward hook runs on its owner, "" if none does.
         written: once replicated tensors that an owned operand changed in place.
         compute_seconds: time spent in placed modules, owned operations and backward passes.
     """
@@ -96,6 +98,8 @@ class Body:
         self.backward_depth = sys.maxsize
         self.num_backwards = 0
         self.compute_seconds = 0.0
+        self.failed_with: tuple[Exception, str] | None = None
+        self.hook = ""
         self.copies = Copies(self)
         self.segments = Segments()
         self.backward_pass = BackwardPass(self, loss_scale)
@@ -116,10 +120,29 @@ class Body:
 
     def next_number(self, origin: str) -> int:
         """Numbers a value, transfer, call or question; equal on all ranks."""
+        if self.failed_with is not None:
+            self.check_caught()
         self._number += 1
         self.digest = zlib.crc32(origin.encode(), self.digest)
         self.last_origin = origin
         return self._number
+
+    def check_caught(self) -> None:
+        """Makes sure that nothing failed on this rank that the other ranks know nothing of.
+
+        Raises:
+            NotSupportedError: the body caught the exception of a computation and went on.
+        """
+        if self.failed_with is None:
+            return
+        error, origin = self.failed_with
+        # While it is handled it may still be on its way out, through a `finally`.
+        if sys.exception() is not error:
+            raise NotSupportedError(
+                f"the step's body caught {type(error).__name__}: {error}, which {origin} "
+                f"raised on rank {self.rank} only, so the other ranks go on as if nothing had "
+                "happened; catch it inside one module, or let it pass"
+            ) from error
 
     def address(self, topic: Topic, number: int, source: int) -> Address:
         """Returns the address of one of this body's messages."""
@@ -131,6 +154,9 @@ class Body:
         begun = time.perf_counter()
         try:
             yield
+        except Exception as error:
+            self.failed_with = error, self.last_origin
+            raise
         finally:
             self.compute_seconds += time.perf_counter() - begun
 

@@ -239,8 +239,10 @@ class Call:
         self.num_numbered = len(self.table)
         # What the hook sees must carry tags, as it does on the other ranks.
         tagged = thaw(frozen, self._resolve)
+        self.body.hook = f"{self.placed.path}.{name}".strip(".")
         with self.body.glue.resumed():
             answer = hook(module, *tagged)
+        self.body.hook = ""
         if any(isinstance(tensor, StandIn) for tensor in iter_tensors(answer)):
             raise NotSupportedError(
                 f"a forward hook of {self.placed.path}.{name} returned a tensor of another rank"

@@ -22,7 +22,7 @@ from .analysis import Analyser
 from .body import Body
 from .body_threads import BodyThreads
 from .clock import Clock
-from .errors import PeerError, UsageError
+from .errors import NotSupportedError, PeerError, UsageError
 from .export import Exported, export, settle
 from .failure import locate
 from .glue import GlueMode, watch_autograd_functions
@@ -200,6 +200,12 @@ class Engine:
     def wait(self, body: Body, addresses: Sequence[Address]) -> None:
         """Suspends the body until all messages are there."""
         if not all(self.transport.has(address) for address in addresses):
+            if body.hook:
+                raise NotSupportedError(
+                    f"a forward hook inside {body.hook} uses a tensor of another pipeline rank "
+                    f"(after {body.last_origin}), which comes to this hook only after the call; "
+                    "collect the module's tensors in the hook, and combine them after the call"
+                )
             run = self._runs[body.microbatch]
             self._turns.leave_stage(run)
             self._suspend(run, None, addresses)
@@ -259,6 +265,7 @@ class Engine:
             self._threads.restore(self._runs[body.microbatch - 1])
         with body.glue:
             result = function(*call[0], **call[1])
+        body.check_caught()
         run.result, run.addresses = export(body, result, detach)
         run.unsettled = settle(body)
         run.kept = self.reports.kept_attributes()

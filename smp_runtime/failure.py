@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import threading
 import traceback
 from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+
+import torch
 
 from .runs import Run
 from .schedule import Plan, draw
 
 _MOST_CELLS = 200
+_NOT_THE_USERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent), "<frozen")
 
 
 def locate(
@@ -50,3 +57,15 @@ def drawn(plan: Plan | None, run: Run | None, rank: int) -> str:
     with contextlib.suppress(Exception):  # drawing must not cover the failure
         return draw(plan, mark=(rank, action))
     return ""
+
+
+def user_line(thread: threading.Thread | None) -> str:
+    """Says at which line of the user's code a thread is; "" if that can't be told."""
+    frame: FrameType | None = None
+    if thread is not None and thread.ident is not None:
+        frame = sys._current_frames().get(thread.ident)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_filename == threading.__file__:
+        return ""
+    return f", at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -9,10 +9,12 @@ from .errors import PathMismatchError, PeerError, UsageError
 from .runs import Run
 from .transport import Address, Topic, Transport
 
-_ADVICE = (
+ADVICE = (
     "Every rank must take the same path through the step; look for a branch that depends on the "
-    "rank, on time, or on random numbers drawn outside the step"
+    "rank, on time, or on random numbers drawn outside the step, and for a caught exception"
 )
+"""What to look for where paths differ."""
+
 _IN_ORDER = (Topic.DATA, Topic.ANSWER)
 
 
@@ -85,7 +87,7 @@ class Paths:
             if 0 <= address.step <= ended and not transport.has(address):
                 raise PathMismatchError(
                     f"rank {address.source} ended step {address.step} without sending "
-                    f"{describe(address)}, for which rank {transport.rank} waits. {_ADVICE}"
+                    f"{describe(address)}, for which rank {transport.rank} waits. {ADVICE}"
                 )
             number, call = transport.exchanges.get(address.source, (0, ""))
             if ended < address.step and number > self.num_exchanges:
@@ -127,7 +129,7 @@ class Paths:
                 raise PathMismatchError(
                     f"rank {address.source} sent {describe(address)} ({_what(message.content)}), "
                     f"while rank {transport.rank} waits for {describe(needed[0])} after "
-                    f"{body.last_origin}. {_ADVICE}"
+                    f"{body.last_origin}. {ADVICE}"
                 )
 
     def _check_structure(self, run: Run, needed: Address) -> None:
@@ -162,7 +164,7 @@ class Paths:
                     raise PathMismatchError(
                         f"step {step}, microbatch {i}: ranks {self._transport.rank} and {peer} "
                         f"took different paths; the last things on them are {mine[1]} and "
-                        f"{other[1]}. {_ADVICE}"
+                        f"{other[1]}. {ADVICE}"
                     )
 
 

@@ -16,6 +16,7 @@ import pickle
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import IntEnum
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .errors import PeerError
+from .standing import Standing
 from .tensors import as_bytes, from_bytes, meta_of
 from .wire import Stream
 
@@ -48,6 +50,7 @@ class Topic(IntEnum):
     END = 10  # the sender has done everything it had to do in a step
     FAILURE = 11  # the sender failed
     GOODBYE = 12  # the sender leaves
+    STANDING = 13  # what the sender waits for
 
 
 class Address(NamedTuple):
@@ -84,6 +87,7 @@ class Transport:
         gone: the ranks that have left, in peace or not.
         ended: the last step that each peer has ended.
         exchanges: the last exchange outside the steps that each peer has begun, and its call.
+        standings: what each peer that has waited for long said of itself last.
         is_closed: nothing more is said to the others.
     """
 
@@ -101,9 +105,12 @@ class Transport:
         self.gone: set[int] = set()
         self.ended: dict[int, int] = {}
         self.exchanges: dict[int, tuple[int, str]] = {}
+        self.standings: dict[int, Standing] = {}
         self._streams = list(streams)
         self._locks = [threading.Lock() for _ in streams]
         self._read_clock = read_clock
+        self._num_sent: Counter[int] = Counter()
+        self._num_received: Counter[int] = Counter()
         self._mailbox: dict[Address, Message] = {}
         self.is_closed = False
         self._threads = {
@@ -137,7 +144,28 @@ class Transport:
             parts.append(bytes(_padded(meta.num_bytes) - meta.num_bytes))
         if len(head) + num_bytes < _SMALL:
             parts = [b"".join(parts)]
+        if address.topic is not Topic.STANDING:
+            self._num_sent[peer] += 1
         self._post(peer, parts)
+
+    def tell_standing(self, needed: Sequence[Sequence[Address]], text: str) -> None:
+        """Says what this rank waits for, unless it has said so before and nothing changed.
+
+        Args:
+            needed: the messages that each body waits for, which may have come meanwhile.
+            text: the same in words.
+        """
+        with self.arrived:
+            needs = tuple(
+                tuple(sorted({a.source for a in addresses if a not in self._mailbox}))
+                for addresses in needed
+            )
+            mine = Standing(needs, dict(self._num_sent), dict(self._num_received), text)
+        if mine != self.standings.get(self.rank):
+            self.standings[self.rank] = mine
+            for peer in self.peers:
+                with suppress(PeerError):  # if it was needed, another look will find it gone
+                    self.send(peer, Address(Topic.STANDING, -1, -1, 0, self.rank), tuple(mine))
 
     def has(self, address: Address) -> bool:
         """Says whether a message has arrived and was not taken."""
@@ -258,14 +286,17 @@ class Transport:
             if address.topic in (Topic.FAILURE, Topic.GOODBYE):
                 self._lose(peer, message.content)
                 return
-            if address.topic is Topic.EXCHANGE:
-                with self.arrived:
+            with self.arrived:
+                if address.topic is Topic.STANDING:
+                    self.standings[peer] = Standing(*message.content)
+                    continue
+                self._num_received[peer] += 1
+                if address.topic is Topic.EXCHANGE:
                     self.exchanges[peer] = (address.number, message.content)
-                continue
-            if address.topic is Topic.END:
-                with self.arrived:
+                    continue
+                if address.topic is Topic.END:
                     self.ended[peer] = address.step
-            self.put(address, message)
+                self.put(address, message)
 
     def _read(self, peer: int, stream: Stream, prefix: bytearray) -> tuple[Address, Message]:
         magic, head_bytes, body_bytes, clock = _PREFIX.unpack(prefix)

@@ -100,14 +100,18 @@ class Turns:
     def let_pass(self) -> bool:
         """Lets the first ready body run although it is not its turn; False if there is none."""
         for run in self._runs:
-            is_within = run.is_admitted or self._num_in_flight() < self._cap()
-            if run.state == "waiting" and is_within and self.is_ready(run):
+            if self.may_pass(run):
                 if self.patience != _NO_PATIENCE:
                     _log.info("the step takes another path than planned; going by readiness")
                 self.patience = _NO_PATIENCE
                 run.action = None
                 return True
         return False
+
+    def may_pass(self, run: Run) -> bool:
+        """Says whether a body could run if it were its turn."""
+        is_within = run.is_admitted or self._num_in_flight() < self._cap()
+        return run.state == "waiting" and is_within and self.is_ready(run)
 
     def is_ready(self, run: Run) -> bool:
         """Says whether a body has what it waits for, and overtakes none."""

@@ -1,7 +1,8 @@
 """The main thread's waits for other ranks, each bounded by the setting `timeout`.
 
 A wait looks again and again whether what it waits for can still come: a peer that failed, left,
-ended the step or took another path is an error at once, not at the timeout.
+ended the step, took another path, or waits for this rank in turn is an error at once, not at the
+timeout.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from .errors import PeerError, SMPError, WaitTimeoutError
-from .failure import drawn
-from .paths import Paths, describe
+from .errors import PathMismatchError, PeerError, SMPError, WaitTimeoutError
+from .failure import drawn, user_line
+from .paths import ADVICE, Paths, describe
 from .runs import Run
+from .standing import stuck_ranks
 from .transport import Address, Transport
 from .turns import Turns
 
@@ -84,6 +86,7 @@ class Waits:
             if waited > _SUSPICION:
                 for run in waiting:
                     self._paths.check_order(run)
+                self._check_standings(turns, waiting)
             if waited > self._timeout:
                 drawing = drawn(turns.plan, waiting[0], self._transport.rank)
                 raise WaitTimeoutError(f"{self._explain(needed)}\n{drawing}")
@@ -97,10 +100,44 @@ class Waits:
             WaitTimeoutError: it did not come in time.
         """
         deadline = time.monotonic() + self._timeout
-        while not self._transport.wait_any([address], 0.5):
+        while not self._transport.wait_any([address], _SUSPICION):
             self._paths.check_coming([address])
+            self._transport.tell_standing([[address]], f"waits for {describe(address)}")
+            self._check_stuck()
             if time.monotonic() > deadline:
                 raise WaitTimeoutError(self._explain([address]))
+
+    def _check_standings(self, turns: Turns, waiting: Sequence[Run]) -> None:
+        """Tells the peers what the bodies of this rank wait for, and looks at what they wait for.
+
+        Raises:
+            PathMismatchError: this rank and others wait for each other.
+        """
+        has = self._transport.has
+        missing = {id(run): [a for a in run.addresses if not has(a)] for run in waiting}
+        # A body that only waits for another body of this rank is no way to go on.
+        able = [run for run in waiting if missing[id(run)] or turns.may_pass(run)]
+        texts = [
+            f"waits for {describe(missing[id(run)][0])}, after {run.body.last_origin}"
+            f"{user_line(run.thread)}"
+            for run in able
+            if missing[id(run)]
+        ]
+        self._transport.tell_standing([run.addresses for run in able], texts[0] if texts else "")
+        self._check_stuck()
+
+    def _check_stuck(self) -> None:
+        transport = self._transport
+        with transport.arrived:
+            standings = dict(transport.standings)
+        stuck = stuck_ranks(standings)
+        if transport.rank in stuck:
+            lines = [f"  rank {rank} {standings[rank].text}" for rank in stuck]
+            raise PathMismatchError(
+                "these ranks wait for each other, so they took different paths:\n"
+                + "\n".join(lines)
+                + f"\n{ADVICE}"
+            )
 
     def _explain(self, needed: Sequence[Address]) -> str:
         waits = ", ".join(sorted({describe(address) for address in needed}))
