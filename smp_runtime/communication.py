@@ -126,7 +126,8 @@ def allgather(obj: Any, group: CommGroup) -> list[Any]:
 def barrier(group: CommGroup = CommGroup.WORLD) -> None:
     """Waits for all ranks of a group."""
     _members(group, CommGroup, "barrier")
-    dist.barrier(group=current().groups.of(group.value))
+    with current().collective(f"smp.barrier of {group.name}"):
+        dist.barrier(group=current().groups.of(group.value))
 
 
 def pp_barrier() -> None:

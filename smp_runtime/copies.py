@@ -22,10 +22,15 @@ if TYPE_CHECKING:
 
 
 class Copies:
-    """The transfers of one body, and the copies that they left on this rank."""
+    """The transfers of one body, and the copies that they left on this rank.
+
+    Attributes:
+        expected: bytes of the tensors that are to come.
+    """
 
     def __init__(self, body: Body) -> None:
         self._body = body
+        self.expected: dict[Address, int] = {}
         self._num_cuts = 0
 
     def depth_at(self, operands: Sequence[Operand], target: int) -> int:
@@ -59,6 +64,7 @@ class Copies:
                 address = self._body.address(Topic.DATA, transfer, value.owner)
                 pending.append(address)
                 value.awaited[carries] = address
+                self.expected[address] = value.meta.num_bytes
         return pending
 
     def _send(
@@ -107,6 +113,7 @@ class Copies:
             if kept is not None and kept[0] == self._now(value):
                 return kept[1]
         address = value.awaited.pop(carries)
+        del self.expected[address]
         message = self._body.engine.receive(address)
         self._check_edge(value, message, address)
         data = message.tensors[0].to(device.local(value.meta.device))
@@ -118,9 +125,11 @@ class Copies:
     def _check_edge(self, value: Value, message: Message, address: Address) -> None:
         expected = (value.origin, value.meta.shape, value.meta.dtype)
         if message.content != expected:
+            name = self._body.engine.transport.name
             raise PathMismatchError(
                 f"microbatch {address.microbatch}, transfer {address.number}: rank "
-                f"{address.source} sent {_edge(message.content)}, but rank {self._body.rank} "
+                f"{name(address.source)} sent {_edge(message.content)}, but rank "
+                f"{name(self._body.rank)} "
                 f"expects {_edge(expected)}. Every rank must take the same path through the step; "
                 "look for a branch that depends on the rank, on time, or on random numbers drawn "
                 "outside the step"

@@ -11,7 +11,6 @@ addressed, so a body that takes another path than the traced one still computes 
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,9 +21,9 @@ from .analysis import Analyser
 from .body import Body
 from .body_threads import BodyThreads
 from .clock import Clock
-from .errors import NotSupportedError, PeerError, UsageError
+from .errors import NotSupportedError, PeerError, SMPError, UsageError
 from .export import Exported, export, settle
-from .failure import locate
+from .failure import locate, report
 from .glue import GlueMode, watch_autograd_functions
 from .native_checkpoint import watch_checkpointing
 from .ownership import Ownership
@@ -58,6 +57,10 @@ class Engine:
         plan: the plan of the last step, None before the model is partitioned.
         max_in_flight: how many microbatches held activations at once in the last step, at most.
         module_names: names of the model's modules by identity, for messages.
+        waits: for messages of other ranks.
+        runs: the bodies of the current step.
+        is_in_step: a step has begun and not ended.
+        last_report: what this rank told the others of its failure.
     """
 
     def __init__(
@@ -80,9 +83,11 @@ class Engine:
         self._active = active
         self._rank_of: tuple[int, ...] | None = None
         self._paths = Paths(transport)
-        self._waits = Waits(transport, self._paths, timeout)
-        self._runs: list[Run] = []
-        self._turns = Turns(transport, self._runs)
+        self.waits = Waits(transport, self._paths, timeout)
+        self.runs: list[Run] = []
+        self.is_in_step = False
+        self.last_report = ""
+        self._turns = Turns(transport, self.runs)
         self._threads = BodyThreads(clock, self.reports)
         self._current: Run | None = None
         self._num_trainings = 0
@@ -100,7 +105,8 @@ class Engine:
                 "an earlier step failed, and the other ranks were told so; this job can't go on"
             )
         self.step += 1
-        self._waits.for_step(self.step)
+        self.is_in_step = True
+        self.waits.for_step(self.step)
 
     def run(
         self,
@@ -128,7 +134,7 @@ class Engine:
         self._make_runs(loss_scales, seed)
         lives = [
             lambda run=run, call=call: self._live(run, function, call, detach)
-            for run, call in zip(self._runs, calls, strict=True)
+            for run, call in zip(self.runs, calls, strict=True)
         ]
         saved = host_random_state(), device.random_state()
         begun = time.perf_counter()
@@ -138,10 +144,10 @@ class Engine:
             if self.transport.size == 1:
                 self._run_here(lives, begun)
             else:
-                self._threads.make(self._runs, lives)
+                self._threads.make(self.runs, lives)
                 self._drive(begun)
-            results = [self._import(run) for run in self._runs]
-            self._threads.restore(self._runs[-1])
+            results = [self._import(run) for run in self.runs]
+            self._threads.restore(self.runs[-1])
         except BaseException as error:
             self._abort(error)
             raise
@@ -150,17 +156,18 @@ class Engine:
             device.set_random_state(saved[1])
             self.report.wall = time.perf_counter() - begun
             self.report.clock = self.clock.now - self.clock.started
-            self.report.compute = sum(run.body.compute_seconds for run in self._runs)
+            self.report.compute = sum(run.body.compute_seconds for run in self.runs)
             self.max_in_flight = self._turns.max_in_flight
         return results
 
     def end_step(self) -> None:
         """Tells the other ranks that nothing more comes in this step, and what path it took."""
         self.transport.check()
-        self._paths.tell(self.step, self._runs)
+        self._paths.tell(self.step, self.runs)
         self._paths.forget(self.step - MAX_AHEAD)
         self.transport.drop_step(self.step - MAX_AHEAD)
-        self._runs.clear()
+        self.runs.clear()
+        self.is_in_step = False
 
     def set_stages(self, rank_of: tuple[int, ...]) -> None:
         """Tells the engine the stages, once the model is partitioned."""
@@ -169,13 +176,13 @@ class Engine:
 
     def _make_runs(self, loss_scales: Sequence[float], seed: int) -> None:
         name = self._name_step()
-        self._runs.clear()
+        self.runs.clear()
         for i, loss_scale in enumerate(loss_scales):
             body = Body(self, i, loss_scale, RandomStreams(seed, name, i))
             body.glue = GlueMode(body)
-            self._runs.append(Run(body))
+            self.runs.append(Run(body))
         patience = _EMULATED_PATIENCE if self.clock.is_on else self._turns.patience
-        self._turns = Turns(self.transport, self._runs, patience)
+        self._turns = Turns(self.transport, self.runs, patience)
         self._make_plan()
 
     def _name_step(self) -> str:
@@ -188,7 +195,7 @@ class Engine:
         return f"{self._num_trainings}.{self._num_evaluations}"
 
     def _make_plan(self) -> None:
-        m = len(self._runs)
+        m = len(self.runs)
         if self._rank_of is None or not m:
             return
         if self.plan is None or self.plan.num_microbatches != m:
@@ -206,13 +213,13 @@ class Engine:
                     f"(after {body.last_origin}), which comes to this hook only after the call; "
                     "collect the module's tensors in the hook, and combine them after the call"
                 )
-            run = self._runs[body.microbatch]
+            run = self.runs[body.microbatch]
             self._turns.leave_stage(run)
             self._suspend(run, None, addresses)
 
     def enter_stage(self, body: Body, stage: int, addresses: Sequence[Address]) -> None:
         """Suspends the body until it may run modules of `stage` and all messages are there."""
-        run = self._runs[body.microbatch]
+        run = self.runs[body.microbatch]
         run.is_entering = True
         if run.stage != stage:
             run.stage, run.addresses = stage, addresses
@@ -229,7 +236,7 @@ class Engine:
 
     def enter_backward(self, body: Body, depth: int, addresses: Sequence[Address]) -> None:
         """Suspends the body until it may run a segment's backward and all messages are there."""
-        run = self._runs[body.microbatch]
+        run = self.runs[body.microbatch]
         body.backward_depth = depth
         stage = body.stage_at(depth)
         action = None if stage is None else Action(stage, Kind.BACKWARD, body.microbatch)
@@ -262,7 +269,7 @@ class Engine:
         body = run.body
         body.streams.begin()
         if body.microbatch:  # go on from where the microbatch before is
-            self._threads.restore(self._runs[body.microbatch - 1])
+            self._threads.restore(self.runs[body.microbatch - 1])
         with body.glue:
             result = function(*call[0], **call[1])
         body.check_caught()
@@ -274,10 +281,10 @@ class Engine:
     # -- the main thread ---------------------------------------------------------------------
 
     def _drive(self, begun: float) -> None:
-        while any(run.state != "done" for run in self._runs):
+        while any(run.state != "done" for run in self.runs):
             run = self._turns.choose()
             if run is None:
-                self._waits.for_news(self._turns, self._runs)
+                self.waits.for_news(self._turns, self.runs)
                 continue
             self._current = run
             started, label = time.perf_counter(), str(run.action or "")
@@ -289,7 +296,7 @@ class Engine:
 
     def _run_here(self, lives: Sequence[Callable[[], None]], begun: float) -> None:
         """Runs the bodies to their ends in the calling thread: without a pipeline none waits."""
-        for run, live in zip(self._runs, lives, strict=True):
+        for run, live in zip(self.runs, lives, strict=True):
             self._current = run
             started = time.perf_counter()
             self._threads.run(run, live)
@@ -306,7 +313,7 @@ class Engine:
     def _import(self, run: Run) -> Any:
         """Puts the tensors that other ranks send into a body's result."""
         for address in run.addresses:
-            self._waits.for_message(address)
+            self.waits.for_message(address)
 
         def bring(exported: Exported) -> torch.Tensor:
             received = self.receive(exported.address).tensors[0]
@@ -342,17 +349,36 @@ class Engine:
             PeerError: another rank failed or left.
             WaitTimeoutError: it did not come within the setting `timeout`.
         """
-        self._waits.for_message(address)
+        self.waits.for_message(address)
         return self.receive(address)
 
     # -- failure -----------------------------------------------------------------------------
 
+    def present(self) -> Run | None:
+        """Returns the body that is of interest now: the one that runs, or the first that waits."""
+        waiting = (run for run in list(self.runs) if run.state == "waiting")
+        return self._current or next(waiting, None)
+
+    def fail(self, error: BaseException) -> None:
+        """Tells all ranks of a failure here, and notes on the error where it happened.
+
+        What another rank told is no news to the others.
+        """
+        step = f"step {self.step}" if self.is_in_step else f"after step {self.step}"
+        self.is_in_step = False
+        if isinstance(error, PeerError) and error.is_told:
+            return
+        transport = self.transport
+        run = self._current
+        if run is None and isinstance(error, SMPError):
+            run = self.present()
+        name = transport.name(transport.rank)
+        place = locate(error, run, self.plan, transport.rank, name, step, self.module_names)
+        self.last_report = report(error, place)
+        transport.fail(self.last_report, getattr(error, "rank", None))
+        error.add_note(place)
+
     def _abort(self, error: BaseException) -> None:
         """Tells the other ranks, then unwinds the suspended bodies."""
-        if not isinstance(error, PeerError):
-            rank = self.transport.rank
-            place = locate(error, self._current, self.plan, rank, self.step, self.module_names)
-            trace = "".join(traceback.format_exception(error))
-            self.transport.fail(f"{place}\n{trace}")
-            error.add_note(place)
-        self._threads.abandon(self._runs)
+        self.fail(error)
+        self._threads.abandon(self.runs)

@@ -39,15 +39,17 @@ class PeerError(SMPError):
     Args:
         message: what is known of the failure.
         rank: the global rank that failed first, None where nobody could tell.
+        is_told: the message is that rank's own report; else the rank vanished or left.
     """
 
-    def __init__(self, message: str, rank: int | None = None) -> None:
+    def __init__(self, message: str, rank: int | None = None, is_told: bool = False) -> None:
         super().__init__(message)
         self.rank = rank
+        self.is_told = is_told
 
-    def __reduce__(self) -> tuple[type["PeerError"], tuple[str, int | None]]:
+    def __reduce__(self) -> tuple[type["PeerError"], tuple[str, int | None, bool]]:
         # The default passes `self.args` only and would lose the rank on its way between processes.
-        return type(self), (str(self), self.rank)
+        return type(self), (str(self), self.rank, self.is_told)
 
 
 class WaitTimeoutError(SMPError, TimeoutError):

@@ -24,7 +24,8 @@ def locate(
     run: Run | None,
     plan: Plan | None,
     rank: int,
-    step: int,
+    name: int,
+    step: str,
     module_names: Mapping[int, str],
 ) -> str:
     """Says where an error happened: rank, step, microbatch, module path, schedule position.
@@ -33,11 +34,12 @@ def locate(
         error: the error, with its traceback.
         run: the body that failed, None if none did.
         plan: the plan of the step.
-        rank: this rank.
-        step: number of the step.
+        rank: this rank in its pipeline.
+        name: this rank, globally.
+        step: which step it is in, in words.
         module_names: names of the model's modules by identity.
     """
-    place = f"rank {rank}, step {step}"
+    place = f"rank {name}, {step}"
     if run is None:
         return place
     path = run.body.last_origin
@@ -45,6 +47,19 @@ def locate(
         path = module_names.get(id(frame.f_locals.get("self")), path)
     place += f", microbatch {run.body.microbatch}, at {path}"
     return "\n".join(line for line in (place, drawn(plan, run, rank)) if line)
+
+
+def report(error: BaseException, place: str) -> str:
+    """Returns what the other ranks are told: where and what in the first line, then all of it.
+
+    Args:
+        error: the error, with its traceback.
+        place: what `locate` says.
+    """
+    first, _, rest = place.partition("\n")
+    what = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
+    trace = "".join(traceback.format_exception(error))
+    return "\n".join(part for part in (f"{first}: {what}", rest, trace) if part)
 
 
 def drawn(plan: Plan | None, run: Run | None, rank: int) -> str:

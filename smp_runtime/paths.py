@@ -18,16 +18,17 @@ ADVICE = (
 _IN_ORDER = (Topic.DATA, Topic.ANSWER)
 
 
-def describe(address: Address) -> str:
+def describe(address: Address, transport: Transport) -> str:
     """Says in words what a message is."""
+    source = transport.name(address.source)
     what = address.topic.name.lower()
     if address.topic is Topic.STATE:
-        return f"an entry of the state dict from rank {address.source}, which must call it, too"
+        return f"an entry of the state dict from rank {source}, which must call it, too"
     if address.microbatch < 0:
-        return f"{what} from rank {address.source}"
+        return f"{what} from rank {source}"
     return (
         f"{what} {address.number} of step {address.step}, microbatch {address.microbatch} "
-        f"from rank {address.source}"
+        f"from rank {source}"
     )
 
 
@@ -82,24 +83,26 @@ class Paths:
         """
         transport = self._transport
         transport.check()
+        here = transport.name(transport.rank)
         for address in needed:
+            source, what = transport.name(address.source), describe(address, transport)
             ended = transport.ended.get(address.source, -1)
             if 0 <= address.step <= ended and not transport.has(address):
                 raise PathMismatchError(
-                    f"rank {address.source} ended step {address.step} without sending "
-                    f"{describe(address)}, for which rank {transport.rank} waits. {ADVICE}"
+                    f"rank {source} ended step {address.step} without sending {what}, for which "
+                    f"rank {here} waits. {ADVICE}"
                 )
             number, call = transport.exchanges.get(address.source, (0, ""))
             if ended < address.step and number > self.num_exchanges:
                 raise UsageError(
-                    f"rank {address.source} called {call}, while rank {transport.rank} is in "
+                    f"rank {source} called {call}, while rank {here} is in "
                     f"step {address.step}; every rank of the pipeline must call {call}"
                 )
             if address.source in transport.gone and not transport.has(address):
                 raise PeerError(
-                    f"rank {address.source} ended its program while rank {transport.rank} "
-                    f"waits for {describe(address)}; every rank must call the step equally often",
-                    rank=address.source,
+                    f"rank {source} ended its program while rank {here} "
+                    f"waits for {what}; every rank must call the step equally often",
+                    rank=source,
                 )
 
     def check_order(self, run: Run) -> None:
@@ -127,9 +130,9 @@ class Paths:
             )
             if is_orphan or has_passed:
                 raise PathMismatchError(
-                    f"rank {address.source} sent {describe(address)} ({_what(message.content)}), "
-                    f"while rank {transport.rank} waits for {describe(needed[0])} after "
-                    f"{body.last_origin}. {ADVICE}"
+                    f"rank {transport.name(address.source)} sent {describe(address, transport)} "
+                    f"({_what(message.content)}), while rank {transport.name(transport.rank)} "
+                    f"waits for {describe(needed[0], transport)} after {body.last_origin}. {ADVICE}"
                 )
 
     def _check_structure(self, run: Run, needed: Address) -> None:
@@ -147,24 +150,26 @@ class Paths:
         if has_passed or any(other[:3] == place for other in told):
             raise PathMismatchError(
                 f"{body.last_origin} was called with arguments that differ between ranks "
-                f"{needed.source} and {transport.rank} in other things than the values of "
-                "tensors: an object (a cache, say) that modules filled on their own ranks only, "
-                "or a branch that depends on the rank, on time, or on unseeded random numbers"
+                f"{transport.name(needed.source)} and {transport.name(transport.rank)} in other "
+                "things than the values of tensors: an object (a cache, say) that modules filled "
+                "on their own ranks only, or a branch that depends on the rank, on time, or on "
+                "unseeded random numbers"
             )
 
     def _compare(self, step: int) -> None:
         """Compares a step's paths with those peers whose word has come."""
-        for peer in self._transport.peers:
+        transport = self._transport
+        for peer in transport.peers:
             address = Address(Topic.END, step, -1, 0, peer)
-            if not self._transport.has(address):
+            if not transport.has(address):
                 continue
-            theirs = self._transport.take(address).content
+            theirs = transport.take(address).content
             for i, (mine, other) in enumerate(zip(self._digests[step], theirs, strict=False)):
                 if mine[0] != other[0]:
                     raise PathMismatchError(
-                        f"step {step}, microbatch {i}: ranks {self._transport.rank} and {peer} "
-                        f"took different paths; the last things on them are {mine[1]} and "
-                        f"{other[1]}. {ADVICE}"
+                        f"step {step}, microbatch {i}: ranks {transport.name(transport.rank)} and "
+                        f"{transport.name(peer)} took different paths; the last things on them are "
+                        f"{mine[1]} and {other[1]}. {ADVICE}"
                     )
 
 

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import os
 import sys
-import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from . import device
+from .bulletin import FAILURE, Bulletin
 from .clock import Clock
 from .config import Config, load_config
 from .engine import Engine
-from .errors import ConfigError, PeerError, UsageError
+from .errors import ConfigError, UsageError
 from .groups import Groups, start_distributed
+from .last_words import explained, speak_last
 from .placement import Axis, Coordinates, Placement
+from .situation import Observer
 from .transport import Transport
+from .watchdog import Watchdog
 from .wire import connect
 
 if TYPE_CHECKING:
@@ -41,6 +46,8 @@ class Runtime:
         here: this rank's place on it.
         groups: its process groups.
         engine: runs its steps.
+        observer: sees what this rank is doing.
+        watchdog: sees when nothing happens, and hears of failures of other ranks.
         model: the one `DistributedModel`, once there is one.
         early_optimizer: an optimizer that was wrapped before the model.
         manual: partitions that the user gave to modules, by identity, with the modules.
@@ -73,7 +80,8 @@ class Runtime:
             bandwidth=config.emulated_bandwidth_gbps * 1e9 / 8,
         )
         streams = connect(self.groups.of("pp"), self.here.pp_rank, size, config.timeout)
-        self.transport = Transport(streams, self.here.pp_rank, clock.read)
+        members = self.placement.group("pp", rank)
+        self.transport = Transport(streams, self.here.pp_rank, clock.read, members)
         self.engine = Engine(
             self.transport,
             policy=config.pipeline,
@@ -81,12 +89,40 @@ class Runtime:
             timeout=config.timeout,
             clock=clock,
         )
+        bulletin = Bulletin(_get_default_store(), f"{next(_boards)}", rank)
+        self.transport.tell_world = lambda report: bulletin.post(FAILURE, report)
+        self.observer = Observer(self.engine, rank)
+        self.watchdog = Watchdog(
+            bulletin, self.observer, world, config.timeout, self.transport.hear
+        )
+        self.engine.waits.explain = self.watchdog.explain
+        self.watchdog.start()
         self.model: DistributedModel | None = None
         self.early_optimizer: Optimizer | None = None
         self.manual: dict[int, tuple[Any, int]] = {}
         self.has_warned_manual = False
 
+    @contextmanager
+    def collective(self, name: str) -> Iterator[None]:
+        """Says what a collective of torch inside is, and which rank's failure made it fail.
 
+        Raises:
+            PeerError: it failed because another rank did.
+        """
+        self.observer.collective = name
+        try:
+            yield
+        except Exception as error:
+            cause = explained(error, self.watchdog)
+            self.engine.fail(cause)
+            if cause is error:
+                raise
+            raise cause from error
+        finally:
+            self.observer.collective = ""
+
+
+_boards = itertools.count()
 _runtime: Runtime | None = None
 
 
@@ -107,18 +143,7 @@ def init(config: Mapping[str, Any] | str | Path | None = None) -> None:
     _show_log_lines()
     _runtime = Runtime(load_config(config, os.environ))
     atexit.register(_leave)
-    previous = sys.excepthook
-
-    def report_first(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        # What another rank caused is no news to the others.
-        if _runtime is not None and not isinstance(error, PeerError):
-            text = "".join(traceback.format_exception(kind, error, trace))
-            _runtime.transport.fail(f"rank {_runtime.here.pp_rank} failed outside a step\n{text}")
-        previous(kind, error, trace)
-
-    sys.excepthook = report_first
+    speak_last(_runtime.engine, _runtime.watchdog)
 
 
 def shutdown() -> None:
@@ -134,6 +159,8 @@ def _leave() -> None:
     if _runtime is None:
         return
     transport = _runtime.transport
+    _runtime.watchdog.await_failure(0.0)
+    _runtime.watchdog.stop()
     transport.close()
     if transport.failure is not None and not transport.has_raised:
         # This rank had done its part when another one failed; the job has failed all the same.

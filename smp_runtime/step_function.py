@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 from . import device, rng
 from .body import current_body
-from .errors import PeerError, UsageError
+from .errors import UsageError
 from .microbatch import Splitter, join
 from .runtime import Runtime, current
 from .step_inputs import Call, check_equal, share_inputs
@@ -55,7 +54,7 @@ class StepFunction:
         try:
             calls, seed = self._prepare(runtime, (args, kwargs))
         except Exception as error:
-            _tell(runtime, error)
+            engine.fail(error)
             raise
         model = runtime.model
         loss_scales = [1.0] * len(calls) if model is None else model.begin_step(len(calls))
@@ -63,11 +62,8 @@ class StepFunction:
             self._function, calls, loss_scales=loss_scales, seed=seed, detach=self._detach
         )
         if model is not None:
-            try:
+            with runtime.collective(""):
                 model.end_step()
-            except Exception as error:
-                _tell(runtime, error)
-                raise
         engine.end_step()
         return join(results)
 
@@ -87,15 +83,6 @@ class StepFunction:
         )
         # Replicas differ in their dropout; the ranks of one pipeline group agree.
         return self._splitter.split(args, kwargs, m), seed + runtime.here.dp_rank
-
-
-def _tell(runtime: Runtime, error: Exception) -> None:
-    if isinstance(error, PeerError):
-        return  # the others know
-    trace = "".join(traceback.format_exception(error))
-    report = f"rank {runtime.here.pp_rank}, step {runtime.engine.step}, outside the bodies"
-    runtime.transport.fail(f"{report}\n{trace}")
-    error.add_note(report)
 
 
 @overload

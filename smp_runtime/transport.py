@@ -79,6 +79,7 @@ class Transport:
         streams: the connection to each rank of the group, None at this rank's own place.
         rank: this rank's position in the group.
         read_clock: what every message carries as the time at which it was sent.
+        names: the global ranks of the group, for messages to people; by default its positions.
 
     Attributes:
         arrived: notified whenever something came.
@@ -87,6 +88,8 @@ class Transport:
         gone: the ranks that have left, in peace or not.
         ended: the last step that each peer has ended.
         exchanges: the last exchange outside the steps that each peer has begun, and its call.
+        sending: bytes that are being sent to a peer, and since when.
+        tell_world: given the report of this rank's failure, for those outside the group.
         standings: what each peer that has waited for long said of itself last.
         is_closed: nothing more is said to the others.
     """
@@ -96,6 +99,7 @@ class Transport:
         streams: Sequence[Stream | None],
         rank: int,
         read_clock: Callable[[], float] = lambda: 0.0,
+        names: Sequence[int] = (),
     ) -> None:
         self.rank = rank
         self.size = len(streams)
@@ -106,6 +110,9 @@ class Transport:
         self.ended: dict[int, int] = {}
         self.exchanges: dict[int, tuple[int, str]] = {}
         self.standings: dict[int, Standing] = {}
+        self.sending: dict[int, tuple[int, float]] = {}
+        self.tell_world: Callable[[str], object] = lambda report: None
+        self._names = tuple(names)
         self._streams = list(streams)
         self._locks = [threading.Lock() for _ in streams]
         self._read_clock = read_clock
@@ -126,6 +133,14 @@ class Transport:
     def peers(self) -> list[int]:
         """The other ranks of the group."""
         return [rank for rank in range(self.size) if rank != self.rank]
+
+    def name(self, rank: int) -> int:
+        """Returns the global rank of a position in the group."""
+        return self._names[rank] if self._names else rank
+
+    def counts(self) -> tuple[int, int]:
+        """Returns how many messages were sent and received."""
+        return self._num_sent.total(), self._num_received.total()
 
     def send(
         self, peer: int, address: Address, content: Any = None, tensors: Sequence[torch.Tensor] = ()
@@ -226,12 +241,21 @@ class Transport:
             self.has_raised = True
             raise self.failure
 
-    def fail(self, report: str) -> None:
-        """Tells every other rank why this one fails. Never raises."""
-        if self.is_closed or not self.peers:
+    def fail(self, report: str, cause: int | None = None) -> None:
+        """Tells the other ranks why this one fails. Never raises.
+
+        Args:
+            report: what it says.
+            cause: the global rank that left and so caused it; it is told nothing.
+        """
+        if self.is_closed:
             return
         self.is_closed = True
-        for peer in self.peers:
+        with suppress(Exception):
+            self.tell_world(report)
+        if not self.peers:
+            return
+        for peer in [peer for peer in self.peers if self.name(peer) != cause]:
             with suppress(Exception):  # the first failure must not be covered by this one
                 self.send(peer, Address(Topic.FAILURE, -1, -1, 0, self.rank), report)
         # A process that ends at once resets its connections, and what peers did not read is lost.
@@ -259,8 +283,10 @@ class Transport:
         stream = self._stream(peer)
         try:
             with self._locks[peer]:
+                self.sending[peer] = sum(map(len, parts)), time.monotonic()
                 for part in parts:
                     stream.send(part)
+                del self.sending[peer]
         except OSError as error:
             if isinstance(error, TimeoutError):
                 raise
@@ -268,7 +294,8 @@ class Transport:
             self._threads[peer].join(1.0)
             self.check()
             raise PeerError(
-                f"rank {peer} is gone: nothing can be sent to it ({error})", rank=peer
+                f"rank {self.name(peer)} is gone: nothing can be sent to it ({error})",
+                rank=self.name(peer),
             ) from error
 
     def _listen(self, peer: int) -> None:
@@ -280,11 +307,17 @@ class Transport:
                 address, message = self._read(peer, stream, prefix)
             except Exception as error:  # noqa: BLE001 - whatever it is, the peer is lost
                 # After this rank's own goodbye a broken connection is no news. A failure is.
-                reason = f"rank {peer} is gone: the connection to it broke ({error})"
-                self._lose(peer, None if self.is_closed else reason)
+                reason = (
+                    f"rank {self.name(peer)} is gone without a word: it was killed, or its machine "
+                    f"or the network is lost ({error})"
+                )
+                self._lose(peer, None if self.is_closed else PeerError(reason, self.name(peer)))
                 return
-            if address.topic in (Topic.FAILURE, Topic.GOODBYE):
-                self._lose(peer, message.content)
+            if address.topic is Topic.GOODBYE:
+                self._lose(peer, None)
+                return
+            if address.topic is Topic.FAILURE:
+                self._lose(peer, PeerError(message.content, self.name(peer), is_told=True))
                 return
             with self.arrived:
                 if address.topic is Topic.STANDING:
@@ -301,7 +334,7 @@ class Transport:
     def _read(self, peer: int, stream: Stream, prefix: bytearray) -> tuple[Address, Message]:
         magic, head_bytes, body_bytes, clock = _PREFIX.unpack(prefix)
         if magic != _MAGIC:
-            raise PeerError(f"rank {peer} sent something that is no message", rank=peer)
+            raise ValueError("it sent something that is no message")
         head = bytearray(head_bytes)
         stream.receive_into(memoryview(head))
         # Sent by a rank of one's own job, which runs the same program: trusted.
@@ -316,12 +349,24 @@ class Transport:
         topic, *numbers = address
         return Address(Topic(topic), *numbers), Message(content, tensors, clock, body_bytes)
 
-    def _lose(self, peer: int, reason: str | None) -> None:
+    def hear(self, failure: PeerError) -> bool:
+        """Notes a failure; waits raise the first one that was noted.
+
+        Returns:
+            Whether the program knows of a failure already: one was raised, or is its own.
+        """
+        with self.arrived:
+            if self.failure is None:
+                self.failure = failure
+            self.arrived.notify_all()
+            return self.has_raised or self.is_closed
+
+    def _lose(self, peer: int, failure: PeerError | None) -> None:
         """Notes that a peer is gone, and why if that is a failure."""
         with self.arrived:
             self.gone.add(peer)
-            if reason is not None and self.failure is None:
-                self.failure = PeerError(reason, rank=peer)
+            if failure is not None:
+                self.hear(failure)
             self.arrived.notify_all()
 
 

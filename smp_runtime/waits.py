@@ -8,10 +8,10 @@ timeout.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .errors import PathMismatchError, PeerError, SMPError, WaitTimeoutError
-from .failure import drawn, user_line
+from .failure import user_line
 from .paths import ADVICE, Paths, describe
 from .runs import Run
 from .standing import stuck_ranks
@@ -32,11 +32,15 @@ class Waits:
         transport: to the other ranks of the pipeline group.
         paths: what is known of their paths.
         timeout: seconds that a wait may take.
+
+    Attributes:
+        explain: says what every rank of the job is doing, where a wait took too long.
     """
 
     def __init__(self, transport: Transport, paths: Paths, timeout: float) -> None:
         self._transport = transport
         self._paths = paths
+        self.explain: Callable[[], str] = lambda: ""
         self._timeout = timeout
 
     def for_step(self, step: int) -> None:
@@ -48,20 +52,22 @@ class Waits:
         """
         transport = self._transport
         deadline = time.monotonic() + self._timeout
+        mine = transport.name(transport.rank)
         for peer in transport.peers:
+            name = transport.name(peer)
             with transport.arrived:
                 while transport.ended.get(peer, 0) < step - MAX_AHEAD:
                     transport.check()
                     if peer in transport.gone:
                         raise PeerError(
-                            f"rank {peer} ended its program, but rank {transport.rank} begins "
+                            f"rank {name} ended its program, but rank {mine} begins "
                             f"step {step}; every rank must call the step equally often",
-                            rank=peer,
+                            rank=name,
                         )
                     if time.monotonic() > deadline:
                         raise WaitTimeoutError(
-                            f"rank {transport.rank} waited {self._timeout:g} s (setting "
-                            f"`timeout`) for rank {peer} to end step {step - MAX_AHEAD}"
+                            f"rank {mine} waited {self._timeout:g} s (setting `timeout`) for "
+                            f"rank {name} to end step {step - MAX_AHEAD}\n{self.explain()}"
                         )
                     transport.arrived.wait(0.5)
 
@@ -88,8 +94,7 @@ class Waits:
                     self._paths.check_order(run)
                 self._check_standings(turns, waiting)
             if waited > self._timeout:
-                drawing = drawn(turns.plan, waiting[0], self._transport.rank)
-                raise WaitTimeoutError(f"{self._explain(needed)}\n{drawing}")
+                raise WaitTimeoutError(self._say(needed))
             self._transport.wait_any(needed, _GLANCE)
 
     def for_message(self, address: Address) -> None:
@@ -102,10 +107,12 @@ class Waits:
         deadline = time.monotonic() + self._timeout
         while not self._transport.wait_any([address], _SUSPICION):
             self._paths.check_coming([address])
-            self._transport.tell_standing([[address]], f"waits for {describe(address)}")
+            self._transport.tell_standing(
+                [[address]], f"waits for {describe(address, self._transport)}"
+            )
             self._check_stuck()
             if time.monotonic() > deadline:
-                raise WaitTimeoutError(self._explain([address]))
+                raise WaitTimeoutError(self._say([address]))
 
     def _check_standings(self, turns: Turns, waiting: Sequence[Run]) -> None:
         """Tells the peers what the bodies of this rank wait for, and looks at what they wait for.
@@ -118,8 +125,8 @@ class Waits:
         # A body that only waits for another body of this rank is no way to go on.
         able = [run for run in waiting if missing[id(run)] or turns.may_pass(run)]
         texts = [
-            f"waits for {describe(missing[id(run)][0])}, after {run.body.last_origin}"
-            f"{user_line(run.thread)}"
+            f"waits for {describe(missing[id(run)][0], self._transport)}, after "
+            f"{run.body.last_origin}{user_line(run.thread)}"
             for run in able
             if missing[id(run)]
         ]
@@ -132,16 +139,17 @@ class Waits:
             standings = dict(transport.standings)
         stuck = stuck_ranks(standings)
         if transport.rank in stuck:
-            lines = [f"  rank {rank} {standings[rank].text}" for rank in stuck]
+            lines = [f"  rank {transport.name(rank)} {standings[rank].text}" for rank in stuck]
             raise PathMismatchError(
                 "these ranks wait for each other, so they took different paths:\n"
                 + "\n".join(lines)
                 + f"\n{ADVICE}"
             )
 
-    def _explain(self, needed: Sequence[Address]) -> str:
-        waits = ", ".join(sorted({describe(address) for address in needed}))
+    def _say(self, needed: Sequence[Address]) -> str:
+        transport = self._transport
+        waits = ", ".join(sorted({describe(address, transport) for address in needed}))
         return (
-            f"rank {self._transport.rank} waited {self._timeout:g} s (setting `timeout`) for "
-            f"{waits}"
+            f"rank {transport.name(transport.rank)} waited {self._timeout:g} s (setting "
+            f"`timeout`) for {waits}\n{self.explain()}"
         )

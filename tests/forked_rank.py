@@ -104,7 +104,7 @@ def take(seat: Seat) -> None:
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     faulthandler.enable(sys.stderr)
     stacks = seat.path("stack").open("w")  # noqa: SIM115
-    faulthandler.register(signal.SIGUSR1, stacks)
+    faulthandler.register(signal.SIGUSR2, stacks)
     os.environ |= {
         "RANK": str(seat.index),
         "LOCAL_RANK": str(seat.index),

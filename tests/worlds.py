@@ -244,7 +244,7 @@ def describe_unfinished(pending: Sequence[Rank], world: int, timeout: float) -> 
     """Asks the ranks for their stacks and returns a message that shows them."""
     for rank in pending:
         assert rank.process.pid is not None
-        os.kill(rank.process.pid, signal.SIGUSR1)
+        os.kill(rank.process.pid, signal.SIGUSR2)
     deadline = time.monotonic() + SECONDS_FOR_STACKS
     texts = [rank.text("stack") for rank in pending]
     while time.monotonic() < deadline:

@@ -1,0 +1,64 @@
+"""What a rank says when an exception ends it: first of all, in one line, what failed where.
+
+The first line is the same on every rank: that of the rank that failed first. What follows from
+another rank's failure here (a broken connection in one of torch's collectives, say) comes after.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from contextlib import suppress
+from types import TracebackType
+
+from .engine import Engine
+from .errors import PeerError
+from .watchdog import Watchdog
+
+_NEWS_PATIENCE = 2.0
+
+
+def explained(error: Exception, watchdog: Watchdog) -> Exception:
+    """Returns what made a collective of torch fail: another rank's failure, if there is one.
+
+    Another rank that fails says so before it ends, so the news are there, or about to come. A rank
+    that is gone without a word does not answer a roll call.
+    """
+    if isinstance(error, PeerError) or not _comes_from_a_collective(error):
+        return error
+    found = watchdog.await_failure(_NEWS_PATIENCE)
+    if found is not None:
+        return found
+    error.add_note(f"what every rank is doing:\n{watchdog.explain()}")
+    return error
+
+
+def speak_last(engine: Engine, watchdog: Watchdog) -> None:
+    """Makes an exception that ends the program tell the other ranks, and say first what failed."""
+    previous = sys.excepthook
+
+    def speak(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        watchdog.stop()
+        cause: BaseException = error
+        with suppress(Exception):  # the error itself must be printed in any case
+            if isinstance(error, Exception):
+                cause = explained(error, watchdog)
+            if not engine.transport.is_closed:
+                engine.fail(cause)
+            print(f"smp_runtime: {_first(cause, engine)}", file=sys.stderr, flush=True)
+        previous(kind, error, trace)
+
+    sys.excepthook = speak
+
+
+def _first(cause: BaseException, engine: Engine) -> str:
+    """Returns what stands before the traceback of this rank."""
+    if isinstance(cause, PeerError) and cause.is_told:
+        return f"{cause}\nrank {engine.transport.name(engine.transport.rank)} was here:"
+    return engine.last_report.partition("\n")[0] or f"{cause!r}"
+
+
+def _comes_from_a_collective(error: Exception) -> bool:
+    frames = traceback.walk_tb(error.__traceback__)
+    files = [frame.f_code.co_filename.replace("\\", "/") for frame, _ in frames]
+    return any("/torch/distributed/" in file for file in files[-3:])
