@@ -24,7 +24,8 @@ def explained(error: Exception, watchdog: Watchdog) -> Exception:
     Another rank that fails says so before it ends, so the news are there, or about to come. A rank
     that is gone without a word does not answer a roll call.
     """
-    if isinstance(error, PeerError) or not _comes_from_a_collective(error):
+    is_told = isinstance(error, PeerError) and error.is_told
+    if is_told or not any(map(_comes_from_a_collective, (error, error.__cause__))):
         return error
     found = watchdog.await_failure(_NEWS_PATIENCE)
     if found is not None:
@@ -58,7 +59,9 @@ def _first(cause: BaseException, engine: Engine) -> str:
     return engine.last_report.partition("\n")[0] or f"{cause!r}"
 
 
-def _comes_from_a_collective(error: Exception) -> bool:
+def _comes_from_a_collective(error: BaseException | None) -> bool:
+    if error is None:
+        return False
     frames = traceback.walk_tb(error.__traceback__)
     files = [frame.f_code.co_filename.replace("\\", "/") for frame, _ in frames]
     return any("/torch/distributed/" in file for file in files[-3:])
