@@ -24,8 +24,8 @@ $(STAMP): pyproject.toml .ci/constraints.txt
 	rm -rf smp_runtime.egg-info
 	touch $@
 
-finetune: setup ## fine-tune SmolLM2-135M over two ranks on the CPU
-	$(BIN)/python -m launch --ranks 2 configs/finetune_cpu.yaml examples/finetune_causal_lm.py
+finetune: setup ## fine-tune SmolLM2-135M over two ranks on the CPU (ARGS=--resume goes on)
+	$(BIN)/python -m launch --ranks 2 configs/finetune_cpu.yaml examples/finetune_causal_lm.py $(ARGS)
 
 test: setup check ## everything that CI runs: the checks, then all tests
 	$(BIN)/python -m pytest

@@ -4,6 +4,7 @@ r"""Fine-tunes a causal language model over pipeline ranks, and saves it as a Hu
     torchrun --nproc-per-node 4 examples/finetune_causal_lm.py \
         --config configs/finetune_tiny_pp4.yaml
     python examples/finetune_causal_lm.py --config configs/finetune_tiny_one_process.yaml
+    python -m launch configs/finetune_cpu.yaml examples/finetune_causal_lm.py --resume
 
 A config has two parts: `smp` for the runtime and `train` for the settings below, which may also
 be given at the end of the command line: `steps=100 text=my.jsonl`.
@@ -11,13 +12,14 @@ be given at the end of the command line: `steps=100 text=my.jsonl`.
 
 import argparse
 import difflib
+import itertools
 import json
 import os
 import resource
 import sys
 import textwrap
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,7 @@ class Settings(BaseModel, extra="forbid", frozen=True):
     sample_tokens: NonNegativeInt = 40  # how many tokens a sample adds; 0: no samples
     seed: int = 0  # of the shuffling, and of the weights of `tiny-random`
     output: str = ""  # where the model is saved; empty: runs/<name of the config>
+    save_every: NonNegativeInt = 10  # steps between checkpoints, kept in output; 0: none
 
 
 def read_settings(path: str, assignments: list[str]) -> Settings:
@@ -107,13 +110,20 @@ def held_out_loss(model: smp.DistributedModel, batches: Iterable[torch.Tensor]) 
 def train(
     model: smp.DistributedModel,
     optimizer: torch.optim.Optimizer,
-    batches: Iterable[torch.Tensor],
+    batches: Iterator[torch.Tensor],
     settings: Settings,
+    progress: dict[str, Any],
 ) -> list[Any]:
-    """Returns a report for every step: where its time went on this rank."""
+    """Trains from where `progress` says to the last step, and saves a checkpoint now and then.
+
+    Returns:
+        A report for every step: where its time went on this rank.
+    """
     reports = []
-    steps = tqdm(range(settings.steps), bar_format=BAR, ncols=90, disable=smp.rank() != 0)
-    for _, batch in zip(steps, batches, strict=False):
+    done, last = progress["step"], settings.steps
+    bar = {"bar_format": BAR, "ncols": 90, "total": last, "initial": done}
+    steps = tqdm(range(done, last), **bar, disable=smp.rank() != 0)
+    for step, batch in zip(steps, itertools.islice(batches, done, None), strict=False):
         began = time.perf_counter()
         loss = train_step(model, batch).reduce_mean().item()
         model.clip_grad_norm_(settings.max_grad_norm)
@@ -124,7 +134,20 @@ def train(
         rate = batch.numel() * smp.dp_size() / seconds
         text = f"loss {loss:.3f}, {rate:.0f} tokens/s, {seconds:.2f} s/step"
         steps.set_postfix_str(text, refresh=False)
+        if settings.save_every and (step + 1) % settings.save_every == 0:
+            smp.save_checkpoint(
+                checkpoints(settings),
+                f"step{step + 1}",
+                user_content={**progress, "step": step + 1},
+                num_kept_partial_checkpoints=2,
+                async_save=True,
+            )
     return reports
+
+
+def checkpoints(settings: Settings) -> Path:
+    """Returns where the checkpoints of a run are."""
+    return Path(settings.output) / "checkpoints"
 
 
 def continuation(model: Any, tokenizer: Any, prompt: str, num_tokens: int) -> str:
@@ -191,7 +214,7 @@ def save(
         (folder / "held_out.json").write_text(json.dumps(held_out))
 
 
-def finetune(config: str, settings: Settings) -> bool:
+def finetune(settings: Settings, resume: bool) -> bool:
     """Does what the settings say; returns whether the held-out loss is lower than before."""
     console = Console(width=100, markup=False, highlight=False, quiet=smp.rank() != 0)
     torch.manual_seed(settings.seed)  # every rank makes or loads the same whole model
@@ -219,16 +242,23 @@ def finetune(config: str, settings: Settings) -> bool:
     optimizer = smp.DistributedOptimizer(
         torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
     )
-    loss_before = held_out_loss(model, held_out.split(size))  # the first step partitions the model
+    if resume:
+        progress = smp.resume_from_checkpoint(checkpoints(settings))
+        console.print(f"resumed after step {progress['step']}")
+    else:
+        loss = held_out_loss(model, held_out.split(size))  # the first step partitions the model
+        progress = {"step": 0, "loss_before": loss}
+    loss_before = progress["loss_before"]
     console.print(f"held-out loss before: {loss_before:.4f}")
 
     reset_peak_memory()
     began = time.perf_counter()
-    reports = train(model, optimizer, batches, settings)
-    console.print(f"{settings.steps} steps took {time.perf_counter() - began:.1f} s")
-    rows: list[Any] = [None] * smp.size()
-    dist.all_gather_object(rows, row_of_this_rank(model, reports))
-    console.print(final_table(rows))
+    reports = train(model, optimizer, batches, settings, progress)
+    console.print(f"{len(reports)} steps took {time.perf_counter() - began:.1f} s")
+    if reports:
+        rows: list[Any] = [None] * smp.size()
+        dist.all_gather_object(rows, row_of_this_rank(model, reports))
+        console.print(final_table(rows))
 
     loss = held_out_loss(model, held_out.split(size))
     console.print(f"held-out loss before {loss_before:.4f}, after {loss:.4f}")
@@ -254,12 +284,13 @@ def finetune(config: str, settings: Settings) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Fine-tunes a causal language model.")
     parser.add_argument("--config", required=True, help="a file like those in configs/")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     parser.add_argument("settings", nargs="*", metavar="NAME=VALUE", help="overrules the config")
     arguments = parser.parse_args()
     try:
         settings = read_settings(arguments.config, arguments.settings)
         smp.init(arguments.config)
-        has_learned = finetune(arguments.config, settings)
+        has_learned = finetune(settings, arguments.resume)
     except SettingError as error:
         sys.exit(f"finetune_causal_lm.py: {error}")
     if not has_learned:

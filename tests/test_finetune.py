@@ -1,8 +1,10 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -89,6 +91,29 @@ def test_torchrun_goes_on_from_a_saved_folder(
     continued = run([*torchrun, *config, f"output={tmp_path}", *FEW])
     assert continued.returncode == 0, continued.stdout
     assert losses(continued.stdout)[0] == pytest.approx(losses(printed)[1], rel=1e-4)
+
+
+def test_a_run_that_was_killed_goes_on_to_the_same_losses(
+    two_ranks: tuple[str, Path], lines: Path, tmp_path: Path
+) -> None:
+    command = ["-m", "launch", "configs/finetune_tiny_ci.yaml", SCRIPT, f"text={lines}", *FEW]
+    settings = [*command, "save_every=1"]
+    killed, newest = tmp_path / "killed", tmp_path / "killed/checkpoints/newest"
+    with subprocess.Popen(
+        [sys.executable, *settings, f"output={killed}"],
+        cwd=CHECKOUT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as process:
+        while not newest.exists() and process.poll() is None:
+            time.sleep(0.005)
+        os.killpg(process.pid, signal.SIGKILL)
+    resumed = run([*settings, f"output={killed}", "--resume"])
+    assert resumed.returncode == 0, resumed.stdout
+    found = re.search(r"resumed after step (\d+)", resumed.stdout)
+    assert found and 1 <= int(found[1]) <= 4, resumed.stdout
+    assert losses(resumed.stdout) == losses(two_ranks[0])
 
 
 def test_a_run_that_learns_nothing_fails(lines: Path, tmp_path: Path) -> None:
