@@ -1,13 +1,14 @@
 """Starts a script on N ranks of this machine, or shows what a run would do without starting it."""
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from smp_runtime.config import load_config
+from smp_runtime.config import ENVIRONMENT_VARIABLE, Config, load_config
 from smp_runtime.errors import SMPError, UsageError
 
 from . import overview, processes
@@ -15,11 +16,14 @@ from . import overview, processes
 USAGE = """
   %(prog)s [--ranks N] CONFIG SCRIPT [ARGUMENT ...]
   %(prog)s --nodes N --rendezvous HOST:PORT --job NAME [--ranks N] CONFIG SCRIPT [ARGUMENT ...]
+  %(prog)s --sagemaker [--emulate-cuda] [--ranks N] CONFIG SCRIPT [ARGUMENT ...]
   %(prog)s --dry-run [--ranks N] CONFIG
   %(prog)s --plan [--model NAME_OR_PATH] [--sequence-length N] [--batch N] CONFIG"""
 
 EPILOG = """Options come before CONFIG. SCRIPT is started as `SCRIPT --config CONFIG ARGUMENT ...`,
-as torchrun would. Ranks compute with one thread unless OMP_NUM_THREADS is set."""
+as torchrun would; with --sagemaker or --emulate-cuda, which are for SMP v1 scripts, as `SCRIPT
+ARGUMENT ...`, with the settings in SM_HP_MP_PARAMETERS. Ranks compute with one thread unless
+OMP_NUM_THREADS is set."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class CommandLine:
         arguments: of the script.
         ranks: how many on this machine, None for the pipeline degree of the config.
         meeting: where several machines meet.
+        is_sagemaker: whether to set the variables of a SageMaker job.
+        emulates_cuda: whether the script is written for CUDA and runs on the CPU.
         shows_plan: show the partition of a model, else placement and schedule.
         model: whose partition.
         sequence_length: of the batch that the model is traced with.
@@ -43,6 +49,8 @@ class CommandLine:
     arguments: tuple[str, ...]
     ranks: int | None
     meeting: processes.Meeting
+    is_sagemaker: bool
+    emulates_cuda: bool
     shows_plan: bool
     model: str
     sequence_length: int
@@ -59,6 +67,8 @@ def options(program: str) -> argparse.ArgumentParser:
     add("--nodes", type=int, default=1, metavar="N", help="how many machines, --ranks on each")
     add("--rendezvous", default="localhost:0", metavar="HOST:PORT", help="where they meet")
     add("--job", default="", metavar="NAME", help="tells apart the runs that meet at one place")
+    add("--sagemaker", action="store_true", help="set the variables of a SageMaker SMP job")
+    add("--emulate-cuda", action="store_true", help="run a script for CUDA devices on the CPU")
     add("--dry-run", action="store_true", help="print the placement and draw the schedule")
     add("--plan", action="store_true", help="print a model's partition and memory, by rank")
     add("--model", default="", metavar="NAME_OR_PATH", help="of the model that --plan divides")
@@ -86,6 +96,8 @@ def parse(arguments: Sequence[str], program: str) -> CommandLine:
         arguments=tuple(rest),
         ranks=found.ranks,
         meeting=processes.Meeting(found.nodes, found.rendezvous, found.job),
+        is_sagemaker=found.sagemaker,
+        emulates_cuda=found.emulate_cuda,
         shows_plan=found.plan,
         model=found.model,
         sequence_length=found.sequence_length,
@@ -111,8 +123,28 @@ def start(line: CommandLine) -> int:
         raise UsageError(f"there is no script {line.script!r}")
     config = load_config(line.config, os.environ)
     ranks = line.ranks or config.pipeline_parallel_degree
-    arguments = ("--config", line.config, *line.arguments)
-    return processes.run_ranks(ranks, line.script, arguments, line.meeting)
+    if not (line.is_sagemaker or line.emulates_cuda):
+        arguments = (line.script, "--config", line.config, *line.arguments)
+        return processes.run_ranks(ranks, arguments, line.meeting)
+    os.environ.update(job_environment(config, line.is_sagemaker))
+    # A module of this package, whose name differs between the checkout and an installation.
+    prefix = ("-m", f"{__package__}.cuda_emulation") if line.emulates_cuda else ()
+    return processes.run_ranks(ranks, (*prefix, line.script, *line.arguments), line.meeting)
+
+
+def job_environment(config: Config, is_sagemaker: bool) -> dict[str, str]:
+    """Returns the variables by which an SMP v1 script is told its settings.
+
+    Args:
+        config: the settings.
+        is_sagemaker: whether to switch on the SageMaker path of transformers, too.
+    """
+    settings = config.model_dump(exclude_unset=True)
+    settings["partitions"] = config.pipeline_parallel_degree  # transformers asks for this name
+    variables = {ENVIRONMENT_VARIABLE: json.dumps(settings)}
+    if is_sagemaker:
+        variables["SM_FRAMEWORK_PARAMS"] = json.dumps({"sagemaker_mpi_enabled": True})
+    return variables
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

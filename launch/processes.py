@@ -46,15 +46,12 @@ def rank_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in DEFAULTS.items() if name not in environ}
 
 
-def run_ranks(
-    num_ranks: int, script: str, arguments: Sequence[str], meeting: Meeting | None = None
-) -> int:
+def run_ranks(num_ranks: int, arguments: Sequence[str], meeting: Meeting | None = None) -> int:
     """Runs a script on every rank until all have ended or one has failed.
 
     Args:
         num_ranks: how many ranks on this machine.
-        script: path of a Python script.
-        arguments: its arguments.
+        arguments: Python's: the path of the script and its arguments, or a module's with -m.
         meeting: where to meet the launchers of other machines; none without it.
 
     Returns:
@@ -65,7 +62,7 @@ def run_ranks(
     with PrefixedOutput() as output:
         config = launch_config(num_ranks, meeting or Meeting(), output)
         try:
-            elastic_launch(config, sys.executable)("-u", script, *arguments)
+            elastic_launch(config, sys.executable)("-u", *arguments)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             ending = failure.signal_name() if failure.exitcode < 0 else f"code {failure.exitcode}"

@@ -9,7 +9,8 @@ import torch
 
 def has_accelerator() -> bool:
     """Says whether this process computes on a CUDA device."""
-    return torch.cuda.is_available()
+    # The launcher may have put stand-ins into torch.cuda, for scripts; it marks them.
+    return torch.cuda.is_available() and not getattr(torch.cuda, "is_emulated", False)
 
 
 def current_device() -> torch.device:

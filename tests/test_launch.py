@@ -110,7 +110,7 @@ def test_lines_come_whole_and_in_order(tmp_path: Path, capsys: pytest.CaptureFix
         "    sys.stdout.write('x' * 300 + '\\n')\n"
         "sys.stderr.write('a bar\\ra longer bar\\nno end')\n",
     )
-    assert run_ranks(2, path, []) == 0
+    assert run_ranks(2, [path]) == 0
     out, err = capsys.readouterr()
     for rank in (0, 1):
         lines = [line for line in out.splitlines() if line.startswith(f"[rank {rank}] ")]
@@ -130,7 +130,7 @@ def test_a_failing_rank_stops_all_and_names_itself(
         "time.sleep(60)\n",
     )
     began = time.monotonic()
-    assert run_ranks(2, path, []) == 7
+    assert run_ranks(2, [path]) == 7
     assert time.monotonic() - began < 10
     out, err = capsys.readouterr()
     assert "launch: rank 1 ended with code 7, all ranks are stopped" in err
@@ -141,7 +141,7 @@ def test_a_rank_ended_by_a_signal_fails_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = script(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)\n")
-    assert run_ranks(1, path, []) == 128 + signal.SIGKILL
+    assert run_ranks(1, [path]) == 128 + signal.SIGKILL
     assert "rank 0 ended with SIGKILL" in capsys.readouterr().err
 
 
@@ -241,7 +241,11 @@ def test_the_wheel_brings_a_command_but_no_package_called_launch(tmp_path: Path)
         names = wheel.namelist()
         entry_points = next(name for name in names if name.endswith("/entry_points.txt"))
         command_line = wheel.read(entry_points).decode()
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"smp_runtime"}
+    folders = {name.split("/")[0].split("-")[0] for name in names}
+    assert folders == {"smp_runtime", "smdistributed"}
+    mapped = CHECKOUT / "smp_runtime" / "smdistributed"
+    files = {path.relative_to(mapped.parent).as_posix() for path in mapped.rglob("*.py")}
+    assert files == {name for name in names if name.startswith("smdistributed/")}
     assert "smprun = smp_runtime.launch.__main__:main" in command_line
     assert {"smp_runtime/py.typed", "smp_runtime/launch/__main__.py"} < set(names)
 
