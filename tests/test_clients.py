@@ -1,10 +1,12 @@
 """Scripts in the style of SMP v1's public ones run unmodified, with the numbers of one process."""
 
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from transformers import GPT2LMHeadModel  # noqa: F401 - so that forked ranks have it
+from transformers import GPT2Config, GPT2LMHeadModel, set_seed
 
 from tests.clients.runner import run_client
 
@@ -44,8 +46,41 @@ def test_mnist() -> None:
             close(results[0]["history"], expected["history"])
 
 
+def plain_gpt(steps: int = 4, batch: int = 8) -> list[float]:
+    """Does what the client does without evaluation, in plain PyTorch."""
+    set_seed(12345)
+    shape = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 3, "n_head": 2}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    model = GPT2LMHeadModel(GPT2Config(**shape, **no_dropout, bos_token_id=1, eos_token_id=1))
+    norms = [m for m in model.modules() if isinstance(m, torch.nn.LayerNorm)]
+    kept = {id(p) for m in norms for p in m.parameters()}
+    kept |= {id(p) for name, p in model.named_parameters() if name.endswith(".bias")}
+    groups = [
+        {"params": [p for p in model.parameters() if id(p) not in kept]},
+        {"params": [p for p in model.parameters() if id(p) in kept], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), lr=1e-2, weight_decay=0.1)
+    rows = np.random.RandomState(0).randint(0, 64, (96, 1)) + np.arange(16)
+    tokens = torch.tensor(rows % 64)
+    losses = []
+    for step in range(steps):
+        lr = 1e-2 * (step + 1) / 3 if step <= 2 else 5e-3 * (math.cos(math.pi / 18) + 1)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        rows_of_step = tokens[step * batch : (step + 1) * batch]
+        optimizer.zero_grad()
+        loss = model(input_ids=rows_of_step, labels=rows_of_step).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 def test_gpt() -> None:
     (expected,) = gpt(1, 1, 8)
+    first, second, _, third, fourth, _ = expected["history"]  # the others are of evaluations
+    close([first, second, third, fourth], plain_gpt())
     for pp, dp in LAYOUTS:
         results = gpt(pp, dp, 8 // dp)
         close(mean_over_replicas(results), expected["history"])
