@@ -182,7 +182,7 @@ class Engine:
             body.glue = GlueMode(body)
             self.runs.append(Run(body))
         patience = _EMULATED_PATIENCE if self.clock.is_on else self._turns.patience
-        self._turns = Turns(self.transport, self.runs, patience)
+        self._turns = Turns(self.transport, self.runs, patience, self._active)
         self._make_plan()
 
     def _name_step(self) -> str:

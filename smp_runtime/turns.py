@@ -29,6 +29,7 @@ class Turns:
         transport: knows which messages are there.
         runs: the bodies, by microbatch.
         patience: seconds to wait for the planned action before another may pass.
+        active: how many bodies may be begun ahead of their turn.
 
     Attributes:
         plan: the plan of the step, None until the model is partitioned.
@@ -36,13 +37,18 @@ class Turns:
     """
 
     def __init__(
-        self, transport: Transport, runs: Sequence[Run], patience: float = _PATIENCE
+        self,
+        transport: Transport,
+        runs: Sequence[Run],
+        patience: float = _PATIENCE,
+        active: int = 1,
     ) -> None:
         self.plan: Plan | None = None
         self.patience = patience
         self.max_in_flight = 0
         self._transport = transport
         self._runs = runs
+        self._active = active
         self._next = 0
 
     def follow(self, plan: Plan) -> None:
@@ -137,15 +143,23 @@ class Turns:
         )
 
     def _next_new(self, action: Action | None) -> Run | None:
-        """The next new body, if it may run its glue up to its first stage."""
+        """The next new body, if it may run its glue up to its first stage.
+
+        This rank would idle otherwise, so the glue costs nothing, and a body holds no activations
+        before its first stage. Still, what glue makes needs memory: the setting
+        `active_microbatches` bounds how many are begun.
+        """
         num_waiting = sum(run.state == "waiting" for run in self._runs)
         if self.plan is None and num_waiting:
             return None  # the first body partitions the model before any other starts
         for run in self._runs:
             if run.state == "new":
                 is_due = action is None or action.microbatch >= run.body.microbatch
-                return run if is_due or num_waiting <= self._cap() else None
+                return run if is_due or num_waiting < self._max_begun() else None
         return None
+
+    def _max_begun(self) -> int:
+        return 1 if self.plan is None else max(self._cap() + 1, self._active)
 
     def _cap(self) -> int:
         if self.plan is None:
