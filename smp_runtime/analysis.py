@@ -241,8 +241,6 @@ def signature(
     obj: Any,
     positions: Mapping[int, int],
     opaque: Callable[[Any], Any] = lambda leaf: leaf,
-    *,
-    with_fractions: bool = True,
 ) -> Any:
     """Turns arguments into something that can be compared.
 
@@ -250,16 +248,13 @@ def signature(
         obj: a nest of arguments.
         positions: a number for each tensor by identity, to stand in its place.
         opaque: what to put in the place of other things than containers and plain values.
-        with_fractions: whether the values of floats count, or only that they are there.
     """
 
     def walk(obj: Any) -> Any:
         # Runs for every operation of the glue: what is most frequent is tested first.
         kind = type(obj)
-        if kind is int or kind is bool:
+        if kind is int or kind is bool or kind is float:
             return kind, obj  # 1, 1.0 and True are equal, but promote differently
-        if kind is float:
-            return kind, obj if with_fractions else None
         if kind in LEAF_TYPES:
             return obj
         if isinstance(obj, torch.Tensor):

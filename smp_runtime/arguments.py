@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from .analysis import signature
-from .trees import LEAF_TYPES, is_container, is_dict
+from .trees import LEAF_TYPES, is_container, is_dict, map_tensors
 
 
 class Change(NamedTuple):
@@ -25,14 +25,74 @@ class Change(NamedTuple):
     content: Any
 
 
-def comparable(arguments: Any, positions: Mapping[int, int]) -> Any:
-    """Turns arguments into a key that is equal on all ranks.
+class Arguments:
+    """The arguments of a call, read in one walk: it runs for every call of a placed module.
 
-    Tensors become their positions. Other objects differ from rank to rank and from call to
-    call; their type does not.
+    Args:
+        args: positional arguments.
+        kwargs: keyword arguments.
+
+    Attributes:
+        tensors: the tensors in them, in the order of `trees.iter_tensors`.
+        signature: what is equal on all ranks, and from call to call where the arguments are
+            alike. Tensors count by position; other objects differ from rank to rank, and their
+            types do not.
+        is_plain: there is nothing in them but tensors, plain values and tuples of those: nothing
+            that the call could change, or that each rank has an object of its own for.
     """
-    # A rate that changes in each step changes no structure.
-    return signature(arguments, positions, _type_of_opaque, with_fractions=False)
+
+    __slots__ = ("_positions", "args", "is_plain", "kwargs", "signature", "tensors")
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args = args
+        self.kwargs = kwargs
+        self.tensors: list[torch.Tensor] = []
+        self.is_plain = True
+        self._positions: dict[int, int] = {}
+        read = self._read
+        self.signature = (
+            *[read(item) for item in args],
+            *[(name, read(item)) for name, item in kwargs.items()],
+        )
+
+    def with_tensors(self, used: list[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments with other tensors in the places of `tensors`."""
+        if all(map(operator.is_, used, self.tensors)):
+            return self.args, self.kwargs
+        places = iter(used)
+        made: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(
+            lambda _: next(places), (self.args, self.kwargs)
+        )
+        return made
+
+    def _read(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind in LEAF_TYPES:
+            if kind is int or kind is bool:
+                return kind, obj  # 1, 1.0 and True are equal, but promote differently
+            # A rate that changes in each step changes no structure.
+            return (kind, None) if kind is float else obj
+        if isinstance(obj, torch.Tensor):
+            self.tensors.append(obj)
+            return Ellipsis, self._positions.setdefault(id(obj), len(self._positions))
+        if isinstance(obj, tuple):
+            return kind, *[self._read(item) for item in obj]
+        if isinstance(obj, slice):
+            return slice, self._read(obj.start), self._read(obj.stop), self._read(obj.step)
+        if isinstance(obj, type):
+            return obj
+        self.is_plain = False
+        if isinstance(obj, list):
+            return kind, *[self._read(item) for item in obj]
+        if is_dict(obj):
+            return kind, *[(key, self._read(item)) for key, item in obj.items()]
+        if isinstance(obj, set):
+            for item in obj:
+                self._read(item)
+        elif dataclasses.is_dataclass(obj):
+            names = [field.name for field in dataclasses.fields(obj)]
+            return kind, *[(name, self._read(getattr(obj, name, None))) for name in names]
+        return kind.__module__, kind.__qualname__
 
 
 def opaque_arguments(obj: Any) -> list[Any]:
@@ -113,9 +173,3 @@ def apply_change(mutable: Any, content: Any) -> None:
         mutable.update(content)
     else:
         vars(mutable).update(content)
-
-
-def _type_of_opaque(leaf: Any) -> Any:
-    if type(leaf) in LEAF_TYPES or isinstance(leaf, type):
-        return leaf
-    return type(leaf).__module__, type(leaf).__qualname__

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,7 +27,6 @@ from .rng import RandomStreams
 from .segments import Segments
 from .tensors import TensorMeta, meta_of
 from .transport import Address, Message, Topic, Transport
-from .trees import iter_tensors
 from .values import LEAF, Cell, Operand, StandIn, Value, tag, tag_of
 
 if TYPE_CHECKING:
@@ -162,12 +161,15 @@ class Body:
 
     # -- values ------------------------------------------------------------------------------
 
-    def operands(self, arguments: Any) -> list[Operand]:
-        """Finds the tensors in arguments and whose they are."""
-        return [Operand(tensor, self.value_of(tensor)) for tensor in iter_tensors(arguments)]
+    def operands(self, tensors: Iterable[torch.Tensor]) -> list[Operand]:
+        """Says whose the tensors in the arguments of a call are."""
+        return [Operand(tensor, self.value_of(tensor)) for tensor in tensors]
 
     def value_of(self, tensor: torch.Tensor) -> Value | None:
         """Returns the value that a tensor is in this body, None if it is replicated."""
+        value = tag_of(tensor)
+        if value is not None and value.scope is self:
+            return value
         known = self._static.get(id(tensor))
         if known is not None:
             self.engine.ownership.check_written(tensor, self.step, self.microbatch)
@@ -176,9 +178,8 @@ class Body:
         if owner is not None:
             meta = self.engine.ownership.meta_of(tensor)
             return self._keep(tensor, self.new_value(owner, meta, 0, "a parameter"))
-        value = tag_of(tensor)
         if value is not None:
-            return value if value.scope is self else self._take_over(tensor, value)
+            return self._take_over(tensor, value)
         if self._owned_memory and type(tensor) is torch.Tensor:
             owned = self._owned_memory.get(tensor.untyped_storage()._cdata)
             if owned is not None:

@@ -12,7 +12,7 @@ plain Python values in it may be another one next time: such calls report each t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from hashlib import blake2b
 from typing import Any
@@ -22,9 +22,9 @@ from torch import nn
 
 from .analysis import NO_TEMPLATE, Slot, autocast_state, fill, template_of
 from .arguments import (
+    Arguments,
     apply_change,
     change_of,
-    comparable,
     contents,
     holds_values,
     mutable_arguments,
@@ -36,7 +36,7 @@ from .ownership import PlacedModule
 from .reports import HookCall, Report, differences
 from .tensors import TensorMeta, meta_of, version_of
 from .transport import Address, Topic
-from .trees import freeze, iter_tensors, map_tensors, thaw
+from .trees import freeze, iter_tensors, thaw
 from .values import StandIn
 
 
@@ -57,14 +57,13 @@ class Call:
         placed: PlacedModule,
         native: Callable[..., Any],
         args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        kwargs: dict[str, Any],
     ) -> None:
         self.body = body
         self.placed = placed
         self.native = native
-        self.arguments = (args, dict(kwargs))
-        self.origin = f"the output of {placed.path or 'the model'}"
-        self.operands = body.operands(self.arguments)
+        self.arguments = Arguments(args, kwargs)
+        self.operands = body.operands(self.arguments.tensors)
         self.depth = body.copies.depth_at(self.operands, placed.owner)
         self.table: list[torch.Tensor] = []
         self.num_numbered = 0
@@ -86,71 +85,85 @@ class Call:
         return self._compute(key, number)
 
     def _key(self) -> Any:
-        positions: dict[int, int] = {}
-        metas = []
-        for tensor, value in self.operands:
-            if id(tensor) not in positions:
-                positions[id(tensor)] = len(positions)
-                metas.append(meta_of(tensor) if value is None else value.meta)
-        hooks = tuple((name, kind) for name, _, kind, _, _ in self.watched_hooks)
         return (
             self.placed.path,
-            comparable(self.arguments, positions),
-            tuple(metas),
+            self.arguments.signature,
+            tuple(
+                [
+                    meta_of(tensor) if value is None else value.meta
+                    for tensor, value in self.operands
+                ]
+            ),
             torch.is_grad_enabled(),
             autocast_state(),
             self.placed.modules[0][1].training,
             self.placed.kinds_of_parameters(),
-            hooks,
+            tuple([(name, kind) for name, _, kind, _, _ in self.watched_hooks]),
         )
+
+    @property
+    def opaque(self) -> list[Any]:
+        """The arguments that each rank has an object of its own for."""
+        if self.arguments.is_plain:
+            return []
+        return opaque_arguments((self.arguments.args, self.arguments.kwargs))
 
     # -- on the owner ------------------------------------------------------------------------
 
     def _compute(self, key: Any, number: int) -> Any:
-        body = self.body
+        body, engine = self.body, self.body.engine
         self.used = [
             body.copies.local(tensor, value, self.depth) for tensor, value in self.operands
         ]
         self.same = {id(tensor): i for i, tensor in reversed(list(enumerate(self.used)))}
         versions = [version_of(tensor) for tensor in self.used]
-        places = iter(self.used)
-        args, kwargs = map_tensors(lambda _: next(places), self.arguments)
-        given = (*args, *kwargs.values())
-        before = [(mutable, contents(mutable)) for mutable in mutable_arguments(given)]
-        with ExitStack() as stack:
-            for position, watched in enumerate(self.watched_hooks):
-                self._watch_hook(stack, position, *watched)
-            with body.computing():
-                output = self.native(*args, **kwargs)
+        args, kwargs = self.arguments.with_tensors(self.used)
+        before: list[tuple[Any, Any]] = []
+        if not self.arguments.is_plain:
+            given = (*args, *kwargs.values())
+            before = [(mutable, contents(mutable)) for mutable in mutable_arguments(given)]
+        with body.computing():
+            output = self._run_watched(args, kwargs)
         if self.placed.has_hooks:
-            body.engine.reports.note_own_hooks(self.placed, self.watched_hooks)
+            engine.reports.note_own_hooks(self.placed, self.watched_hooks)
         report = self._report(output, versions, before)
         self._announce(key, number, report)
         return self._finish(report)
 
+    def _run_watched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.watched_hooks:
+            return self.native(*args, **kwargs)
+        with ExitStack() as stack:
+            for position, watched in enumerate(self.watched_hooks):
+                self._watch_hook(stack, position, *watched)
+            return self.native(*args, **kwargs)
+
     def _report(self, output: Any, versions: list[int], before: list[tuple[Any, Any]]) -> Report:
-        opaque = opaque_arguments(self.arguments)
         changed = tuple(
-            (index, meta_of(tensor))
-            for index, (tensor, version) in enumerate(zip(self.used, versions, strict=True))
-            if self.same[id(tensor)] == index and version_of(tensor) != version
+            [
+                (index, meta_of(tensor))
+                for index, (tensor, version) in enumerate(zip(self.used, versions, strict=True))
+                if version_of(tensor) != version and self.same[id(tensor)] == index
+            ]
         )
         returned = template_of(output, self._slot)
         varies = False
         if returned is NO_TEMPLATE:
             returned = self._freeze(output)
-            varies = holds_values(output, opaque)
+            varies = holds_values(output, self.opaque)
         attributes = tuple(
-            (name, attribute, self._freeze(held))
-            for name, attribute, held in self.body.engine.reports.look_at(self.placed)
+            [
+                (name, attribute, self._freeze(held))
+                for name, attribute, held in self.body.engine.reports.look_at(self.placed)
+            ]
         )
         mutated: list[tuple[int, bytes]] = []
         for position, (mutable, content) in enumerate(before):
             change = change_of(position, mutable, content)
             if change is not None:
                 mutated.append((position, self._freeze(change.content)))
-                varies = varies or holds_values(change.content, opaque)
-        metas = tuple(meta_of(tensor) for tensor in self.table)
+                varies = varies or holds_values(change.content, self.opaque)
+        metas = tuple([meta_of(tensor) for tensor in self.table])
         return Report(
             returned, metas, tuple(self.hooks), attributes, changed, tuple(mutated), varies
         )
@@ -168,7 +181,7 @@ class Call:
     def _freeze(self, obj: Any) -> bytes:
         """Pickles something that came out, with references to what every rank has."""
         known = {id(tensor): index for index, tensor in enumerate(self.table)}
-        opaque = opaque_arguments(self.arguments)
+        opaque = self.opaque
 
         def refer(item: Any) -> tuple[str, Any] | None:
             if isinstance(item, torch.Tensor):
@@ -282,7 +295,7 @@ class Call:
     # -- on every rank -----------------------------------------------------------------------
 
     def _number(self, real: torch.Tensor | None, meta: TensorMeta) -> torch.Tensor:
-        return self.body.new_result(real, meta, self.placed.owner, self.depth, self.origin)
+        return self.body.new_result(real, meta, self.placed.owner, self.depth, self.placed.origin)
 
     def _finish(self, report: Report) -> Any:
         body = self.body
@@ -296,14 +309,16 @@ class Call:
                 self.table[index] = made
             else:
                 self.table.append(made)
-        modules = dict(self.placed.modules)
-        for name, attribute, frozen in report.attributes:
-            body.engine.reports.note_attribute(modules[name], attribute)
-            vars(modules[name])[attribute] = thaw(frozen, self._resolve)
-        args, kwargs = self.arguments
-        mutable = list(mutable_arguments((*args, *kwargs.values())))
-        for position, content in report.mutated:
-            apply_change(mutable[position], thaw(content, self._resolve))
+        if report.attributes:
+            modules = dict(self.placed.modules)
+            for name, attribute, frozen in report.attributes:
+                body.engine.reports.note_attribute(modules[name], attribute)
+                vars(modules[name])[attribute] = thaw(frozen, self._resolve)
+        if report.mutated:
+            args, kwargs = self.arguments.args, self.arguments.kwargs
+            mutable = list(mutable_arguments((*args, *kwargs.values())))
+            for position, content in report.mutated:
+                apply_change(mutable[position], thaw(content, self._resolve))
         if isinstance(report.output, bytes):
             return thaw(report.output, self._resolve)
         return fill(report.output, self._at)
@@ -319,7 +334,7 @@ class Call:
             return self.operands[where].tensor
         if kind == "module":
             return dict(self.placed.modules)[where]
-        return opaque_arguments(self.arguments)[where]
+        return self.opaque[where]
 
 
 def _put_back(hooks: dict[int, Any], identity: int, hook: Any) -> None:

@@ -164,12 +164,14 @@ class GlueMode(TorchFunctionMode):
             # Python asks a stand-in on the right first, as its type is a subclass, for the
             # mirrored comparison; the owner has none there. All ranks must see one function.
             func, args = _MIRRORED[func], (args[1], args[0])
-        operands = self.body.operands((args, kwargs))
-        if all(value is None for _, value in operands):
+        tensors = list(iter_tensors((args, kwargs)))
+        values = [self.body.value_of(tensor) for tensor in tensors]
+        if not any(values):
             if draws(func):
                 with self.body.streams.draw():
                     return func(*args, **kwargs)
             return func(*args, **kwargs)
+        operands = [Operand(*item) for item in zip(tensors, values, strict=True)]
         if func in _AUTOGRAD:
             return self._autograd(func, operands[0])
         if func in _FREEZING and isinstance(operands[0].tensor, torch.nn.Parameter):
@@ -279,6 +281,9 @@ class _Operation:
             value = self.operands[index].value
             if value is not None:
                 return value.owner
+        owners = {value.owner for _, value in self.operands if value is not None}
+        if len(owners) == 1:
+            return owners.pop()
         sizes: Counter[int] = Counter()
         seen: set[int] = set()
         for _, value in self.operands:
@@ -382,7 +387,7 @@ def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any
     body = current_body()
     if body is None or not body.glue.is_active:
         return _native_apply(cls, *args, **kwargs)
-    if all(value is None for _, value in body.operands((args, kwargs))):
+    if not any(map(body.value_of, iter_tensors((args, kwargs)))):
         return _native_apply(cls, *args, **kwargs)  # watched inside: it may draw
     with body.glue.suspended():
         return body.glue.run(cls.apply, args, kwargs)

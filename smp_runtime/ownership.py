@@ -18,6 +18,7 @@ class PlacedModule(NamedTuple):
 
     Attributes:
         path: its name in the user's model, as in `named_modules`.
+        origin: what its results are called in messages.
         owner: the pipeline rank that runs it.
         stage: the stage that it belongs to.
         modules: it and its submodules with their names.
@@ -27,6 +28,7 @@ class PlacedModule(NamedTuple):
     """
 
     path: str
+    origin: str
     owner: int
     stage: int
     modules: tuple[tuple[str, nn.Module], ...]
@@ -52,7 +54,8 @@ def placed_module(module: nn.Module, path: str, owner: int, stage: int) -> Place
         table for _, part in modules for table in (part._forward_hooks, part._forward_pre_hooks)
     )
     parameters = tuple(module.parameters())
-    return PlacedModule(path, owner, stage, modules, watched, hook_tables, parameters)
+    origin = f"the output of {path or 'the model'}"
+    return PlacedModule(path, origin, owner, stage, modules, watched, hook_tables, parameters)
 
 
 def keeps_nothing(module: nn.Module) -> bool:

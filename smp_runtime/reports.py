@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -11,10 +10,7 @@ from torch import nn
 
 from .ownership import PlacedModule
 from .tensors import TensorMeta
-from .trees import LEAF_TYPES
 
-# What most attributes are; much faster to tell than that something is no tensor.
-_NO_TENSORS = LEAF_TYPES | {dict, OrderedDict, list, tuple, set}
 _INTERNAL = frozenset(vars(nn.Module()))
 
 
@@ -65,6 +61,8 @@ class Reports:
         self._seen: dict[str, dict[tuple[str, str], torch.Tensor]] = {}
         self._kept: dict[tuple[int, str], tuple[nn.Module, str]] = {}
         self._own_hooks: set[tuple[int, str, int]] = set()
+        # Types of attributes that are no tensors: telling this of a type is much faster.
+        self._harmless: set[type] = set()
         self._glue_modules: tuple[nn.Module, ...] = ()
 
     def get(self, key: Any) -> Report | None:
@@ -84,8 +82,12 @@ class Reports:
         seen = self._seen.setdefault(placed.path, {})
         found = []
         for name, module in placed.watched:
-            for attribute, tensor in vars(module).items():
-                if type(tensor) in _NO_TENSORS or not isinstance(tensor, torch.Tensor):
+            attributes = vars(module)
+            if self._harmless.issuperset(map(type, attributes.values())):
+                continue
+            for attribute, tensor in attributes.items():
+                if not isinstance(tensor, torch.Tensor):
+                    self._harmless.add(type(tensor))
                     continue
                 if seen.get((name, attribute)) is not tensor:
                     seen[name, attribute] = tensor

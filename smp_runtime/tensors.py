@@ -56,11 +56,12 @@ def meta_of(tensor: torch.Tensor) -> TensorMeta:
             f"a tensor of layout {tensor.layout} can't cross pipeline ranks; "
             "convert it with .to_dense() before it meets a module of another rank"
         )
+    found = tensor.device
     return TensorMeta(
         tuple(tensor.shape),
         tensor.stride(),
         tensor.dtype,
-        torch.device(tensor.device.type),
+        found if found.index is None else torch.device(found.type),
         tensor.requires_grad,
     )
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
+import operator
 import pickle
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -82,7 +83,7 @@ def map_instances(kind: type[T], replace: Callable[[T], Any], obj: Any) -> Any:
         return replace(obj)
     if isinstance(obj, (tuple, list)):
         parts = [map_instances(kind, replace, item) for item in obj]
-        if all(new is old for new, old in zip(parts, obj, strict=True)):
+        if all(map(operator.is_, parts, obj)):
             return obj
         if isinstance(obj, tuple) and hasattr(obj, "_fields"):
             return type(obj)(*parts)
@@ -115,32 +116,29 @@ def _map_dataclass(kind: type[T], replace: Callable[[T], Any], obj: Any) -> Any:
 def iter_tensors(obj: Any) -> Iterator[torch.Tensor]:
     """Yields the tensors of a nest in the order in which `map_tensors` visits them."""
     found: list[torch.Tensor] = []
-    _collect(obj, found)
+    _collect((obj,), found)
     return iter(found)
 
 
-def _collect(obj: Any, found: list[torch.Tensor]) -> None:
+def _collect(items: Iterable[Any], found: list[torch.Tensor]) -> None:
     # This runs for every operation of the glue: what is most frequent is tested first.
-    kind = type(obj)
-    if kind in LEAF_TYPES:
-        return
-    if isinstance(obj, torch.Tensor):
-        found.append(obj)
-    elif kind is tuple or kind is list:
-        for item in obj:
-            _collect(item, found)
-    elif kind is slice:
-        for end in (obj.start, obj.stop, obj.step):
-            _collect(end, found)
-    elif is_dict(obj):
-        for item in obj.values():
-            _collect(item, found)
-    elif isinstance(obj, (tuple, list, set)):
-        for item in obj:
-            _collect(item, found)
-    elif dataclasses.is_dataclass(obj) and not isinstance(obj, type):
-        for field in dataclasses.fields(obj):
-            _collect(getattr(obj, field.name, None), found)
+    for obj in items:
+        kind = type(obj)
+        if kind in LEAF_TYPES:
+            continue
+        if isinstance(obj, torch.Tensor):
+            found.append(obj)
+        elif kind is tuple or kind is list:
+            _collect(obj, found)
+        elif kind is slice:
+            _collect((obj.start, obj.stop, obj.step), found)
+        elif is_dict(obj):
+            _collect(obj.values(), found)
+        elif isinstance(obj, (tuple, list, set)):
+            _collect(obj, found)
+        elif dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+            names = [field.name for field in dataclasses.fields(obj)]
+            _collect([getattr(obj, name, None) for name in names], found)
 
 
 def freeze(obj: Any, refer: Callable[[Any], Any]) -> bytes:

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from smp_runtime.arguments import (
+    Arguments,
     Change,
     apply_change,
     change_of,
-    comparable,
     contents,
     holds_values,
     mutable_arguments,
@@ -30,24 +30,53 @@ class Options:
     flags: list[int]
 
 
+def signature(*args: Any, **kwargs: Any) -> Any:
+    return Arguments(args, kwargs).signature
+
+
 def test_objects_are_compared_by_their_type() -> None:
-    assert comparable([Cache(a=1)], {}) == comparable([Cache(a=2)], {})
-    assert comparable([Cache()], {}) != comparable([object()], {})
+    assert signature(Cache(a=1)) == signature(Cache(a=2))
+    assert signature([Cache()]) != signature([object()])
+    assert signature({1}) == signature({2})
 
 
 def test_plain_values_and_positions_are_compared() -> None:
     x, y = torch.zeros(1), torch.zeros(2)
-    positions = {id(x): 0, id(y): 1}
-    assert comparable(((x,), {"k": 1}), positions) == comparable(((x,), {"k": 1}), positions)
-    assert comparable(((x,), {"k": 1}), positions) != comparable(((y,), {"k": 1}), positions)
+    assert signature((x, y), k=1) == signature((y, x), k=1)
+    assert signature(x, y) != signature(x, x)
+    assert signature(x, k=y) != signature(x, other=y)
     for one, other in ((1, 2), (1, True), ("a", "b"), (None, 0), (torch.float32, torch.float16)):
-        assert comparable([one], {}) != comparable([other], {})
+        assert signature(one) != signature(other)
+    assert signature(0.1) == signature(0.2)
 
 
 def test_keys_print_alike_on_every_rank() -> None:
-    assert repr(comparable([Cache(), torch.float32, [1]], {})) == repr(
-        comparable([Cache(), torch.float32, [1]], {})
+    assert repr(signature(Cache(), torch.float32, [1])) == repr(
+        signature(Cache(), torch.float32, [1])
     )
+
+
+def test_tensors_are_found_in_the_order_in_which_they_are_replaced() -> None:
+    x, y, z = (torch.full((1,), float(i)) for i in range(3))
+    arguments = Arguments((x, [Options([1]), {"y": y}]), {"z": (z, x)})
+    assert [id(tensor) for tensor in arguments.tensors] == [id(t) for t in (x, y, z, x)]
+    args, kwargs = arguments.with_tensors([x + 1, y + 1, z + 1, x + 1])
+    assert args[1][1]["y"] == 2 and kwargs["z"][0] == 3
+    assert arguments.with_tensors([x, y, z, x])[0] is arguments.args
+
+
+@pytest.mark.parametrize(
+    "argument", [[1], {"a": 1}, {1}, Cache(), Options([1]), (1, [2]), len, torch.nn.Identity()]
+)
+def test_what_a_call_could_change_is_not_plain(argument: Any) -> None:
+    assert not Arguments((argument,), {}).is_plain
+    assert not Arguments((), {"argument": argument}).is_plain
+
+
+def test_tensors_and_plain_values_are_plain() -> None:
+    x = torch.zeros(1)
+    plain = (x, (x, 1), 1, 2.0, None, "a", slice(1, x), int, x.shape, torch.float32)
+    assert Arguments(plain, {"x": x, "n": (1, 2)}).is_plain
 
 
 def test_opaque_are_the_objects_that_each_rank_has_for_itself() -> None:
