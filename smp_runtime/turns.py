@@ -29,7 +29,7 @@ class Turns:
         transport: knows which messages are there.
         runs: the bodies, by microbatch.
         patience: seconds to wait for the planned action before another may pass.
-        active: how many bodies may be begun ahead of their turn.
+        active: the setting `active_microbatches`.
 
     Attributes:
         plan: the plan of the step, None until the model is partitioned.
@@ -146,8 +146,8 @@ class Turns:
         """The next new body, if it may run its glue up to its first stage.
 
         This rank would idle otherwise, so the glue costs nothing, and a body holds no activations
-        before its first stage. Still, what glue makes needs memory: the setting
-        `active_microbatches` bounds how many are begun.
+        before its first stage. Still, what glue makes needs memory: no more are begun than twice
+        the setting `active_microbatches`.
         """
         num_waiting = sum(run.state == "waiting" for run in self._runs)
         if self.plan is None and num_waiting:
@@ -159,7 +159,7 @@ class Turns:
         return None
 
     def _max_begun(self) -> int:
-        return 1 if self.plan is None else max(self._cap() + 1, self._active)
+        return 1 if self.plan is None else max(self._cap() + 1, 2 * self._active)
 
     def _cap(self) -> int:
         if self.plan is None:
