@@ -24,6 +24,7 @@ from .manual_partition import partition, set_partition
 from .microbatch import StepOutput
 from .model import DistributedModel, is_tracing
 from .optimizer import DistributedOptimizer
+from .partial_files import load, save
 from .runtime import (
     dp_rank,
     dp_size,
@@ -96,6 +97,7 @@ __all__ = [
     "init",
     "is_initialized",
     "is_tracing",
+    "load",
     "local_rank",
     "local_size",
     "mp_barrier",
@@ -111,6 +113,7 @@ __all__ = [
     "recv_from",
     "register_parameter",
     "resume_from_checkpoint",
+    "save",
     "save_checkpoint",
     "send",
     "set_partition",

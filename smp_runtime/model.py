@@ -27,7 +27,7 @@ from .replicas import Replicas, broadcast_state
 from .runtime import current
 from .schedule import plan
 from .shared_parameters import SharedGradients, make_equal
-from .state import full_state_dict, load_into
+from .state import full_state_dict, load_into, merged
 from .trace import trace_model
 from .transport import Address, Topic
 from .wrapping import Wrapper
@@ -496,12 +496,21 @@ class DistributedModel(Wrapper):
         assign: bool = False,
         same_partition_load: bool = False,
     ) -> Any:
-        """Loads a state dict that holds at least this rank's part. Every rank calls it.
+        """Loads a state dict, whole or one part on each rank. Every rank calls it.
+
+        Args:
+            state_dict: by the plain model's names; what `local_state_dict` returned on any ranks
+                is joined over the pipeline first.
+            strict: names must be those of the model.
+            assign: as for `nn.Module.load_state_dict`; only before the partitioning.
+            same_partition_load: this rank's part is what it holds; nothing is joined.
 
         Raises:
             RuntimeError: `strict`, and keys are missing or unexpected, or shapes differ.
         """
         entries = {key: value for key, value in state_dict.items() if key != "_smp_is_partial"}
+        if state_dict.get("_smp_is_partial") and not same_partition_load:
+            entries = merged(entries, self._runtime.engine)
         if self._part is None:
             return self.get_module().load_state_dict(entries, strict, assign)
         return load_into(self.get_module(), entries, strict and not same_partition_load)

@@ -51,6 +51,28 @@ def full_state_dict(
     return gathered if rank in takers else {}
 
 
+def merged(entries: Mapping[str, Any], engine: Engine) -> dict[str, Any]:
+    """Joins the partial state dicts of the ranks of a pipeline. Every rank calls it.
+
+    Args:
+        entries: this rank's part: names of tensors, and other entries.
+        engine: reaches the other ranks.
+    """
+    rank, exchange = engine.transport.rank, engine.next_exchange("load_state_dict")
+    tensors = {key: entry for key, entry in entries.items() if isinstance(entry, torch.Tensor)}
+    others = {key: entry for key, entry in entries.items() if key not in tensors}
+    content = (list(tensors), others)
+    for peer in engine.transport.peers:
+        address = Address(Topic.STATE, -1, exchange, 0, rank)
+        engine.transport.send(peer, address, content, list(tensors.values()))
+    joined = dict(entries)
+    for peer in engine.transport.peers:
+        message = engine.fetch(Address(Topic.STATE, -1, exchange, 0, peer))
+        names, theirs = message.content
+        joined = {**theirs, **dict(zip(names, message.tensors, strict=True)), **joined}
+    return joined
+
+
 def load_into(module: nn.Module, entries: Mapping[str, Any], strict: bool) -> Any:
     """Copies a state dict's entries into the tensors that this rank holds.
 
