@@ -2,6 +2,12 @@
 
 from . import nn as nn
 from . import optimizers as optimizers
+from .activation_checkpointing import (
+    checkpoint,
+    checkpoint_sequential,
+    list_activation_checkpointing,
+    set_activation_checkpointing,
+)
 from .communication import (
     DP_GROUP,
     MP_GROUP,
@@ -80,6 +86,8 @@ __all__ = [
     "allgather",
     "barrier",
     "broadcast",
+    "checkpoint",
+    "checkpoint_sequential",
     "dp_barrier",
     "dp_rank",
     "dp_size",
@@ -97,6 +105,7 @@ __all__ = [
     "init",
     "is_initialized",
     "is_tracing",
+    "list_activation_checkpointing",
     "load",
     "local_rank",
     "local_size",
@@ -116,6 +125,7 @@ __all__ = [
     "save",
     "save_checkpoint",
     "send",
+    "set_activation_checkpointing",
     "set_partition",
     "set_tensor_parallelism",
     "shutdown",

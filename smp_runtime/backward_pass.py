@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,6 +63,11 @@ class BackwardPass:
             self._run_segment(depth, loss_edges.get(depth, []))
         body.backward_depth = -1
 
+    def _recomputing(self) -> AbstractContextManager[Any]:
+        """What is recomputed inside draws again, also outside drawing modules."""
+        streams = self._body.streams
+        return SeededDraws(streams) if streams.has_drawn else nullcontext()
+
     def _seed(self, loss: torch.Tensor, gradient: Any) -> torch.Tensor:
         # The loss is scaled here, by what its gradient starts from, so that no pass over the
         # gradients is needed afterwards.
@@ -84,6 +89,11 @@ class BackwardPass:
             for root in segment.roots
             if root.user != body.rank
         ]
+        recomputations = body.take_recomputations(depth)
+        if recomputations and addresses:
+            with self._recomputing():
+                body.engine.recompute_ahead(body, depth, addresses, recomputations)
+        del recomputations
         body.engine.enter_backward(body, depth, addresses)
         edges = [edge for edge, _ in loss]
         gradients = [gradient for _, gradient in loss]
@@ -98,11 +108,7 @@ class BackwardPass:
             if gradient is not None:
                 edges.append(root.edge)
                 gradients.append(gradient)
-        with ExitStack() as stack:
-            stack.enter_context(body.computing())
-            if body.streams.has_drawn:
-                # What is recomputed in this pass draws again, also outside drawing modules.
-                stack.enter_context(SeededDraws(body.streams))
+        with self._recomputing(), body.computing():
             run_backward(edges, gradients)
         for leaf in segment.leaves:
             if leaf.source == body.rank:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .analysis import Analyser
     from .glue import GlueMode
     from .ownership import Ownership
+    from .recomputation import Known, Recomputation
     from .reports import Reports
 
 
@@ -43,6 +44,8 @@ class Scheduler(Protocol):
     ownership: Ownership
     analyser: Analyser
     reports: Reports
+    known: Known
+    module_names: dict[int, str]
     step: int
 
     def wait(self, body: Body, addresses: Sequence[Address]) -> None:
@@ -53,6 +56,15 @@ class Scheduler(Protocol):
 
     def enter_backward(self, body: Body, depth: int, addresses: Sequence[Address]) -> None:
         """Suspends the body until it may run a segment's backward and all messages are there."""
+
+    def recompute_ahead(
+        self,
+        body: Body,
+        depth: int,
+        addresses: Sequence[Address],
+        recomputations: Sequence[Recomputation],
+    ) -> None:
+        """Recomputes what a segment's backward needs first, while its messages are not there."""
 
     def receive(self, address: Address) -> Message:
         """Takes a message that is there."""
@@ -79,6 +91,10 @@ class Body:
         failed_with: what a computation raised that only this rank runs, and which one.
         hook: path of the module whose forward hook runs on its owner, "" if none does.
         written: once replicated tensors that an owned operand changed in place.
+        call_depth: the segment of the placed module that runs.
+        checkpointed_ranks: whose modules torch's own checkpointing ran, as far as it is running.
+        checkpoints_calls: not None: calls of placed modules are checkpointed, and whether their
+            recomputation draws the same random numbers.
         compute_seconds: time spent in placed modules, owned operations and backward passes.
     """
 
@@ -96,9 +112,13 @@ class Body:
         self.last_origin = "the beginning of the body"
         self.backward_depth = sys.maxsize
         self.num_backwards = 0
+        self.call_depth = 0
+        self.checkpoints_calls: bool | None = None
+        self.checkpointed_ranks: set[int] = set()
         self.compute_seconds = 0.0
         self.failed_with: tuple[Exception, str] | None = None
         self.hook = ""
+        self._recomputations: dict[int, list[weakref.ref[Recomputation]]] = {}
         self.copies = Copies(self)
         self.segments = Segments()
         self.backward_pass = BackwardPass(self, loss_scale)
@@ -253,6 +273,16 @@ class Body:
     def stage_at(self, depth: int) -> int | None:
         """Returns the stage whose backward the segment at `depth` is, None if it has none."""
         return self._stages.get(depth)
+
+    def note_recomputation(self, recomputation: Recomputation) -> None:
+        """Notes a checkpointed call of the segment whose module runs."""
+        noted = self._recomputations.setdefault(self.call_depth, [])
+        noted.append(weakref.ref(recomputation))
+
+    def take_recomputations(self, depth: int) -> list[Recomputation]:
+        """Returns the checkpointed calls of a segment that its backward will recompute."""
+        noted = [reference() for reference in self._recomputations.pop(depth, ())]
+        return [found for found in noted if found is not None and found.is_pending]
 
     # -- results -----------------------------------------------------------------------------
 

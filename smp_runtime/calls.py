@@ -122,6 +122,7 @@ class Call:
         if not self.arguments.is_plain:
             given = (*args, *kwargs.values())
             before = [(mutable, contents(mutable)) for mutable in mutable_arguments(given)]
+        body.call_depth = self.depth
         with body.computing():
             output = self._run_watched(args, kwargs)
         if self.placed.has_hooks:

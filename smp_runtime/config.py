@@ -128,6 +128,10 @@ class Config(BaseModel):
     """Number of stages that the planner gives to each rank. Above 1 the pipeline is looped."""
     tied_weights: Literal["auto", "together", "copy"] = "auto"
     """Whether users of a shared parameter live on one rank or each hold a copy. Auto: cheaper."""
+    recompute_ahead: Annotated[Whole, Field(ge=0)] = 1
+    """Microbatches that an idle rank may recompute before their output gradients have come."""
+    recompute_ahead_modules: Count = 1
+    """Checkpointed modules of each that are recomputed ahead, from the last; all hold memory."""
     emulate_clock: Flag = False
     """Whether steps are timed by a clock on which each rank has a core of its own."""
     emulated_latency_us: FiniteFloat = Field(0.0, ge=0)

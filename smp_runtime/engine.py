@@ -20,6 +20,7 @@ from . import device
 from .analysis import Analyser
 from .body import Body
 from .body_threads import BodyThreads
+from .checkpointed_modules import checkpointed_stages
 from .clock import Clock
 from .errors import NotSupportedError, PeerError, SMPError, UsageError
 from .export import Exported, export, settle
@@ -28,6 +29,7 @@ from .glue import GlueMode, watch_autograd_functions
 from .native_checkpoint import watch_checkpointing
 from .ownership import Ownership
 from .paths import Paths
+from .recomputation import Known, Recomputation
 from .reports import Reports
 from .rng import RandomStreams, host_random_state, set_host_random_state
 from .runs import Run, StepReport
@@ -50,12 +52,15 @@ class Engine:
         active: how many microbatches may be in flight.
         timeout: seconds that a wait may take.
         clock: the emulated clock.
+        recompute_ahead: how many microbatches may be recomputed before their output gradients come.
+        recompute_ahead_modules: how many checkpointed calls of each, from the last.
 
     Attributes:
         step: number of the current step.
         report: where the time of the last step went.
         plan: the plan of the last step, None before the model is partitioned.
         max_in_flight: how many microbatches held activations at once in the last step, at most.
+        known: what checkpointed calls share.
         module_names: names of the model's modules by identity, for messages.
         waits: for messages of other ranks.
         runs: the bodies of the current step.
@@ -64,7 +69,15 @@ class Engine:
     """
 
     def __init__(
-        self, transport: Transport, *, policy: Policy, active: int, timeout: float, clock: Clock
+        self,
+        transport: Transport,
+        *,
+        policy: Policy,
+        active: int,
+        timeout: float,
+        clock: Clock,
+        recompute_ahead: int = 1,
+        recompute_ahead_modules: int = 1,
     ) -> None:
         if transport.size > 1:
             watch_autograd_functions()
@@ -74,6 +87,7 @@ class Engine:
         self.analyser = Analyser()
         self.reports = Reports()
         self.ownership = Ownership(transport.size)
+        self.known = Known()
         self.step = 0
         self.report = StepReport()
         self.module_names: dict[int, str] = {}
@@ -81,6 +95,9 @@ class Engine:
         self.max_in_flight = 0
         self._policy: Policy = policy
         self._active = active
+        self._recompute_ahead = recompute_ahead
+        self._recompute_ahead_modules = recompute_ahead_modules
+        self._recomputed_stages: frozenset[int] = frozenset()
         self._rank_of: tuple[int, ...] | None = None
         self._paths = Paths(transport)
         self.waits = Waits(transport, self._paths, timeout)
@@ -182,7 +199,9 @@ class Engine:
             body.glue = GlueMode(body)
             self.runs.append(Run(body))
         patience = _EMULATED_PATIENCE if self.clock.is_on else self._turns.patience
-        self._turns = Turns(self.transport, self.runs, patience, self._active)
+        self._turns = Turns(
+            self.transport, self.runs, patience, self._active, self._recompute_ahead
+        )
         self._make_plan()
 
     def _name_step(self) -> str:
@@ -198,8 +217,21 @@ class Engine:
         m = len(self.runs)
         if self._rank_of is None or not m:
             return
-        if self.plan is None or self.plan.num_microbatches != m:
-            self.plan = plan(self._rank_of, m, active=min(self._active, m), policy=self._policy)
+        stages = checkpointed_stages(self.ownership.placed.values()) | self.known.stages
+        if (
+            self.plan is None
+            or self.plan.num_microbatches != m
+            or self._recomputed_stages != stages
+        ):
+            self._recomputed_stages = stages
+            self.plan = plan(
+                self._rank_of,
+                m,
+                active=min(self._active, m),
+                policy=self._policy,
+                recomputed=stages,
+                recompute_ahead=self._recompute_ahead,
+            )
         self._turns.follow(self.plan)
 
     # -- called by bodies, in their threads --------------------------------------------------
@@ -245,6 +277,36 @@ class Engine:
         run.addresses = addresses
         if not self._turns.may_begin(run, action):
             self._suspend(run, action, addresses)
+        run.has_recomputed = False
+
+    def recompute_ahead(
+        self,
+        body: Body,
+        depth: int,
+        addresses: Sequence[Address],
+        recomputations: Sequence[Recomputation],
+    ) -> None:
+        """Recomputes what a segment's backward needs first, while its messages are not there.
+
+        Returns without, where they are there in time: then the backward recomputes call by call.
+        """
+        run = self.runs[body.microbatch]
+        body.backward_depth = depth
+        run.addresses = addresses
+        if not self._recompute_ahead or self._turns.is_ready(run):
+            return
+        stage = body.stage_at(depth)
+        action = None if stage is None else Action(stage, Kind.RECOMPUTE, body.microbatch)
+        if action is not None:
+            self._turns.arrive(run, action)
+        run.is_before_recomputation = True
+        self._suspend(run, action, addresses)
+        run.is_before_recomputation = False
+        if not self._turns.is_ready(run):
+            run.has_recomputed = True
+            with body.computing():
+                for recomputation in reversed(recomputations[-self._recompute_ahead_modules :]):
+                    recomputation.recompute()
 
     def receive(self, address: Address) -> Message:
         """Takes a message that is there."""

@@ -86,3 +86,7 @@ class CheckpointWriteError(CheckpointError, OSError):
 
 class UnsafeContentError(CheckpointError):
     """A file holds pickled code, which nobody has allowed to run."""
+
+
+class RecomputationError(SMPError):
+    """The second forward of a checkpointed call is not like its first one."""

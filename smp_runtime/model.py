@@ -14,7 +14,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from . import device
+from .activation_checkpointing import assignment_lines, check_all_marks
 from .body import current_body
+from .checkpointed_call import switched_off
 from .data_parallel import DataParallel, Held
 from .errors import NotSupportedError, UsageError
 from .norms import clip_gradients, watch_clip_grad_norm
@@ -26,6 +28,7 @@ from .remote_gradients import RemoteGradients
 from .replicas import Replicas, broadcast_state
 from .runtime import current
 from .schedule import plan
+from .seq_layers import offer_seq_layers
 from .shared_parameters import SharedGradients, make_equal
 from .state import full_state_dict, load_into, merged
 from .trace import trace_model
@@ -87,6 +90,7 @@ class DistributedModel(Wrapper):
                 f"bucket_cap_mb={bucket_cap_mb}: both must be positive"
             )
         super().__init__(module, self._call_module)
+        offer_seq_layers(module)
         runtime.model = self
         self.average_grads_across_microbatches = average_grads_across_microbatches
         self._runtime = runtime
@@ -109,6 +113,9 @@ class DistributedModel(Wrapper):
         self._optimizer: Optimizer | None = runtime.early_optimizer
         self._post_partition_hooks: OrderedDict[int, _Hook] = OrderedDict()
         self._post_step_hooks: OrderedDict[int, _Hook] = OrderedDict()
+        runtime.engine.module_names = {
+            id(part): name for name, part in module.named_modules() if name
+        }
         if runtime.placement.size("pp") > 1:
             runtime.engine.ownership.expect(module)
         else:
@@ -350,11 +357,10 @@ class DistributedModel(Wrapper):
         seed_drawing_modules(self.get_module(), drawing)
         self._partition = made
         self._part = LocalPart(self.get_module(), made, rank, engine.ownership, engine.reports)
-        engine.module_names = {
-            id(module): name for name, module in self.get_module().named_modules() if name
-        }
+        check_all_marks(self.get_module())
         if dist.get_rank() == 0:
-            _log.info("Partition assignments:\n%s", made.table())
+            lines = assignment_lines(self.get_module())
+            _log.info("Partition assignments:\n%s%s", made.table(), lines)
             _log.info("Finished partitioning the model")
         body = current_body()
         assert body is not None
@@ -528,7 +534,8 @@ def _trace(
     modes = [(part, part.training) for part in module.modules()]
     module.train()
     try:
-        return trace_model(module, args, kwargs, measure_times=measure_times)
+        with switched_off():
+            return trace_model(module, args, kwargs, measure_times=measure_times)
     finally:
         for part, mode in modes:
             part.training = mode

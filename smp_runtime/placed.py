@@ -18,6 +18,7 @@ from torch import nn
 
 from .body import current_body
 from .calls import Call
+from .checkpointed_call import call_checkpointed
 from .errors import NotSupportedError
 from .ownership import PlacedModule
 
@@ -37,8 +38,23 @@ def place(module: nn.Module, placed: PlacedModule) -> None:
     module.__class__ = _intercepting(cls)
 
 
+def placement_of(module: nn.Module) -> PlacedModule | None:
+    """Returns what is known of a placed module, None if the module is not placed as a whole."""
+    return module.__dict__.get(_PLACED)
+
+
+def with_base(module: nn.Module, extend: Callable[[Any], Any]) -> None:
+    """Extends a module's class by `extend`, below the interception of its calls if it is placed."""
+    cls: Any = type(module)
+    if placement_of(module) is None:
+        module.__class__ = extend(cls)
+    else:
+        extended: Any = extend(cls.__bases__[0])
+        module.__class__ = _intercepting(extended)
+
+
 @functools.cache
-def _intercepting(cls: type[Any]) -> type[Any]:
+def _intercepting(cls: Any) -> type[Any]:
     members = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     for name in ("__call__", "forward"):
         members[name] = _intercept(getattr(cls, name))
@@ -57,10 +73,17 @@ def _intercept(native: Callable[..., Any]) -> Callable[..., Any]:
                     "function, say); place what calls it on one rank with smp.set_partition"
                 )
             return native(self, *args, **kwargs)
+        placed = self.__dict__[_PLACED]
         run = functools.partial(native, self)
+        if body.checkpoints_calls is not None:
+            body.engine.known.stages.add(placed.stage)
+            body.checkpointed_ranks.add(placed.owner)
+            run = functools.partial(
+                call_checkpointed, placed.path, placed.modules, run, body.checkpoints_calls
+            )
         num_above = body.glue.suspend()
         try:
-            return Call(body, self.__dict__[_PLACED], run, args, kwargs).run()
+            return Call(body, placed, run, args, kwargs).run()
         finally:
             body.glue.resume(num_above)
 

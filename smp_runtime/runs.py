@@ -32,6 +32,8 @@ class Run:
         addresses: the messages that must be there first.
         stage: the stage it is in.
         is_admitted: it has begun to compute, so it holds activations.
+        is_before_recomputation: it waits for an output gradient, and could recompute meanwhile.
+        has_recomputed: it has done so, and waits for the output gradient.
         is_entering: it is about to run a module of this rank.
         state: `new`, `running`, `waiting` or `done`.
         result: what the body returned.
@@ -50,6 +52,8 @@ class Run:
     stage: int | None = None
     is_admitted: bool = False
     is_entering: bool = False
+    is_before_recomputation: bool = False
+    has_recomputed: bool = False
     state: str = "new"
     result: Any = None
     unsettled: list[tuple[torch.Tensor, Address]] = field(default_factory=list)
@@ -65,6 +69,8 @@ class StepReport:
     Attributes:
         wall: from the first body's start to the last result.
         busy: bodies were running.
+        recomputed: checkpointed calls were recomputed, in all.
+        recomputed_ahead: the part of `recomputed` while there was nothing else to do.
         compute: the part of `busy` inside placed modules, operations on owned tensors and backward
             passes; the rest is glue.
         clock: the same as `wall` on the emulated clock, 0 unless `emulate_clock` is on.
@@ -75,6 +81,8 @@ class StepReport:
 
     wall: float = 0.0
     busy: float = 0.0
+    recomputed: float = 0.0
+    recomputed_ahead: float = 0.0
     compute: float = 0.0
     clock: float = 0.0
     spans: list[tuple[str, float, float]] = field(default_factory=list)

@@ -88,6 +88,8 @@ class Runtime:
             active=config.resolved_active_microbatches,
             timeout=config.timeout,
             clock=clock,
+            recompute_ahead=config.recompute_ahead,
+            recompute_ahead_modules=config.recompute_ahead_modules,
         )
         bulletin = Bulletin(_get_default_store(), f"{next(_boards)}", rank)
         self.transport.tell_world = lambda report: bulletin.post(FAILURE, report)

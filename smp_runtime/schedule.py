@@ -5,13 +5,15 @@ takes the best backward that is ready, then the best forward that is ready, and 
 that is furthest along its microbatch's path. `interleaved` limits how far the forwards run
 ahead, `simple` holds the backwards until the forwards have ended. That is all: on a chain of
 stages the rule yields 1F1B and GPipe, with several stages per rank it yields a looped schedule,
-and no map of stages to ranks makes it stall.
+and no map of stages to ranks makes it stall. Where activations are recomputed, that is an action
+of its own. It needs nothing from other ranks, so a rank without a ready action takes the next one
+while it waits for the output gradient; else it comes right before its backward.
 
 The plan says what to compute. What must move follows from it (`transfers`), and so does how
 long it takes (`simulation`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, NamedTuple, get_args
@@ -25,6 +27,7 @@ class Kind(StrEnum):
     """What an action does with one microbatch of one stage."""
 
     FORWARD = "F"  # Roughly: stash[i] = inputs; outputs = stage(inputs)
+    RECOMPUTE = "R"  # Roughly: activations[i] = stage(stash[i])
     BACKWARD = "B"  # Roughly: input_grads = backward(stash.pop(i), output_grads)
 
 
@@ -71,6 +74,8 @@ class Plan:
         stage, kind, i = action
         if kind is Kind.FORWARD:
             return Action(stage - 1, kind, i) if stage > 0 else None
+        if kind is Kind.RECOMPUTE:
+            return Action(stage, Kind.FORWARD, i)
         if stage < self.num_stages - 1:
             return Action(stage + 1, kind, i)
         return Action(stage, Kind.FORWARD, i)
@@ -83,7 +88,7 @@ class Plan:
         """
         stashed = peak = 0
         for action in reversed(self.orders[self.rank_of[stage]]):
-            if action.stage == stage:
+            if action.stage == stage and action.kind is not Kind.RECOMPUTE:
                 stashed = max(stashed + (1 if action.kind is Kind.BACKWARD else -1), 0)
                 peak = max(peak, stashed)
         return peak
@@ -93,6 +98,18 @@ class Plan:
         # Each one comes in with the first stage's forward and goes with its backward.
         return self.peak_stashed(self.rank_of.index(rank)) if rank in self.rank_of else 0
 
+    def peak_recomputed(self, rank: int) -> int:
+        """Returns how many microbatches' recomputations a rank holds at most at once."""
+        held: set[tuple[int, int]] = set()
+        peak = 0
+        for stage, kind, i in self.orders[rank]:
+            if kind is Kind.RECOMPUTE:
+                held.add((stage, i))
+                peak = max(peak, len(held))
+            elif kind is Kind.BACKWARD:
+                held.discard((stage, i))
+        return peak
+
 
 def plan(
     rank_of: Sequence[int],
@@ -101,6 +118,8 @@ def plan(
     active: int,
     policy: Policy,
     forward_only: bool = False,
+    recomputed: Collection[int] = (),
+    recompute_ahead: int = 1,
 ) -> Plan:
     """Plans one step.
 
@@ -116,6 +135,11 @@ def plan(
         rank 1   .  1F0 1F1 1F2 1F3  .   .  1B0 1B1 1B2 1B3  .
         rank 2   .   .  2F0 2F1 2F2 2F3 2B0 2B1 2B2 2B3  .   .
 
+    Recomputations fill what would be idle. With ``rank_of=(0, 1)`` and both stages `recomputed`::
+
+        rank 0  0F0 0F1 0R0  .  0B0 0F2 0R1 0B1 0F3 0R2 0B2 0R3  .  0B3
+        rank 1   .  1F0 1R0 1B0 1F1 1R1 1B1 1F2 1R2 1B2 1F3 1R3 1B3  .
+
     Every stage takes its forwards, and its backwards, in the order of the microbatches. So
     gradients are summed in one order, and are equal bit for bit under either policy.
 
@@ -128,12 +152,23 @@ def plan(
         policy: `interleaved` takes backwards as early as possible; `simple` ends the forwards of
             `active` microbatches first.
         forward_only: plan an evaluation, without backwards.
+        recomputed: stages whose activations are recomputed before each backward.
+        recompute_ahead: how many microbatches a rank may recompute before their output gradients
+            have come. With 0 none is an action of its own: each is a part of its backward.
 
     Raises:
         ScheduleError: an argument does not describe a step.
     """
     _check(rank_of, num_microbatches, active, policy)
-    planner = _Planner(tuple(rank_of), num_microbatches, active, policy, forward_only)
+    planner = _Planner(
+        tuple(rank_of),
+        num_microbatches,
+        active,
+        policy,
+        forward_only,
+        frozenset() if forward_only or not recompute_ahead else frozenset(recomputed),
+        recompute_ahead,
+    )
     return Plan(planner.rank_of, num_microbatches, planner.run())
 
 
@@ -165,9 +200,12 @@ class _Planner:
     active: int
     policy: Policy
     forward_only: bool
+    recomputed: frozenset[int]
+    recompute_ahead: int
     stages: tuple[tuple[int, ...], ...] = field(init=False)  # of each rank
     forwards: list[int] = field(init=False)  # of each stage
     backwards: list[int] = field(init=False)
+    recomputations: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         n = len(self.rank_of)
@@ -175,7 +213,7 @@ class _Planner:
             tuple(s for s in range(n) if self.rank_of[s] == rank)
             for rank in range(max(self.rank_of) + 1)
         )
-        self.forwards, self.backwards = [0] * n, [0] * n
+        self.forwards, self.backwards, self.recomputations = [0] * n, [0] * n, [0] * n
 
     def run(self) -> tuple[tuple[Action, ...], ...]:
         """Plans beat by beat until every stage has seen every microbatch."""
@@ -184,13 +222,18 @@ class _Planner:
         # The last action of all is on the last stage of an evaluation, or on the first stage.
         while (self.forwards[-1] if self.forward_only else self.backwards[0]) < self.m:
             begun = sum(self.forwards) + sum(self.backwards)
+            lengths = [len(order) for order in orders]
             for kind in beat:
                 # All ranks choose before any acts: nobody uses what another makes in this beat.
                 chosen = [self.best(kind, rank) for rank in range(len(self.stages))]
                 for order, action in zip(orders, chosen, strict=True):
                     if action is not None:
-                        order.append(action)
+                        order.extend(self.with_recomputation(action))
                         self.taken(kind)[action.stage] += 1
+            for rank, (order, length) in enumerate(zip(orders, lengths, strict=True)):
+                if len(order) == length and (action := self.recomputation_ahead(rank)) is not None:
+                    order.append(action)
+                    self.recomputations[action.stage] += 1
             assert sum(self.forwards) + sum(self.backwards) > begun, "no action is ready"
         return tuple(map(tuple, orders))
 
@@ -203,6 +246,24 @@ class _Planner:
             if is_ready(stage):
                 return Action(stage, kind, self.taken(kind)[stage])
         return None
+
+    def with_recomputation(self, action: Action) -> tuple[Action, ...]:
+        """Returns an action, with the recomputation that it needs and that was not taken before."""
+        stage, kind, i = action
+        if kind is Kind.FORWARD or stage not in self.recomputed or self.recomputations[stage] > i:
+            return (action,)
+        self.recomputations[stage] += 1
+        return Action(stage, Kind.RECOMPUTE, i), action
+
+    def recomputation_ahead(self, rank: int) -> Action | None:
+        """Returns the recomputation that an idle rank may take for a later backward, if any."""
+        own = [stage for stage in self.stages[rank] if stage in self.recomputed]
+        if sum(self.recomputations[s] - self.backwards[s] for s in own) >= self.recompute_ahead:
+            return None
+        ready = [s for s in own if self.recomputations[s] < self.forwards[s]]
+        # The backward that comes first: of the earliest microbatch, at the deepest stage.
+        stage = min(ready, key=lambda s: (self.recomputations[s], -s), default=None)
+        return None if stage is None else Action(stage, Kind.RECOMPUTE, self.recomputations[stage])
 
     def taken(self, kind: Kind) -> list[int]:
         """Returns the count per stage; it is also each stage's next microbatch."""

@@ -29,7 +29,12 @@ class Timeline:
 
 
 def simulate(
-    plan: Plan, *, forward_cost: Cost, backward_cost: Cost, transfer_cost: float = 0
+    plan: Plan,
+    *,
+    forward_cost: Cost,
+    backward_cost: Cost,
+    recompute_cost: Cost = 0.0,
+    transfer_cost: float = 0,
 ) -> Timeline:
     """Times a plan in which every action starts as soon as its rank and its input are there.
 
@@ -37,10 +42,12 @@ def simulate(
         plan: what to compute, and in which order.
         forward_cost: the time of one microbatch's forward, one number or one for each stage.
         backward_cost: the time of its backward.
+        recompute_cost: the time of its recomputation, where the plan has one.
         transfer_cost: how long a value travels between two ranks; it keeps neither of them busy.
     """
     costs = {
         Kind.FORWARD: _per_stage(forward_cost, plan.num_stages),
+        Kind.RECOMPUTE: _per_stage(recompute_cost, plan.num_stages),
         Kind.BACKWARD: _per_stage(backward_cost, plan.num_stages),
     }
 

@@ -2,9 +2,10 @@
 
 The plan names the next action; its body runs when its messages are there. Three rules hold beside
 the plan. A body in the middle of an action goes on first. Modules see the microbatches in their
-order, and so do the sums of gradients, whatever the schedule. And if the planned action does not
-become possible for long, because the step takes another path than the traced one, the first body
-that could run does.
+order, and so do the sums of gradients, whatever the schedule. A rank that would be idle lets a
+body recompute what it will need for its backward. And if the planned action does not become
+possible for long, because the step takes another path than the traced one, the first body that
+could run does.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class Turns:
         runs: the bodies, by microbatch.
         patience: seconds to wait for the planned action before another may pass.
         active: the setting `active_microbatches`.
+        recompute_ahead: how many bodies may hold what they recomputed before their output
+            gradients have come.
 
     Attributes:
         plan: the plan of the step, None until the model is partitioned.
@@ -42,6 +45,7 @@ class Turns:
         runs: Sequence[Run],
         patience: float = _PATIENCE,
         active: int = 1,
+        recompute_ahead: int = 1,
     ) -> None:
         self.plan: Plan | None = None
         self.patience = patience
@@ -49,6 +53,7 @@ class Turns:
         self._transport = transport
         self._runs = runs
         self._active = active
+        self._recompute_ahead = recompute_ahead
         self._next = 0
 
     def follow(self, plan: Plan) -> None:
@@ -99,9 +104,10 @@ class Turns:
         action = self.next_action()
         if action is not None:
             run = self._runs[action.microbatch]
-            if run.state == "waiting" and self.is_ready(run):
+            if run.state == "waiting" and (self.is_ready(run) or self._may_recompute(run)):
                 return run
-        return self._next_new(action)
+        new = self._next_new(action)
+        return next(filter(self._may_recompute, self._runs), None) if new is None else new
 
     def let_pass(self) -> bool:
         """Lets the first ready body run although it is not its turn; False if there is none."""
@@ -141,6 +147,10 @@ class Turns:
             and earlier.body.number <= body.number
             for earlier in self._runs[: body.microbatch]
         )
+
+    def _may_recompute(self, run: Run) -> bool:
+        num_held = sum(each.has_recomputed for each in self._runs)
+        return run.is_before_recomputation and num_held < self._recompute_ahead
 
     def _next_new(self, action: Action | None) -> Run | None:
         """The next new body, if it may run its glue up to its first stage.

@@ -1,0 +1,294 @@
+"""Activation checkpointing, by module: what scripts call.
+
+A checkpointed module keeps its inputs and its result; what lies between is freed and computed
+again in the backward. A module can be checkpointed if it is placed on one rank as a whole, or is
+inside a module that is. Of a Sequential each layer must be.
+
+What can't be: with `auto_partition` it runs without, after one warning; placed by hand it is an
+error. Modules without parameters between those of several ranks are glue and stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from .body import current_body
+from .checkpointed_call import call_checkpointed
+from .checkpointed_modules import (
+    Mark,
+    mark_of,
+    path_of,
+    run_in_groups,
+    set_mark,
+)
+from .errors import PartitionError, UsageError
+from .layer_groups import group_size
+from .native_checkpoint import checkpointing_calls
+from .ownership import PlacedModule
+from .partition_table import in_ranges
+from .placed import placement_of
+from .runtime import current
+from .wrapping import Level, Wrapper
+
+_log = logging.getLogger("smp_runtime")
+
+_MOST_NAMES = 6
+
+
+def checkpoint(
+    module: nn.Module, /, *args: Any, preserve_rng_state: bool = True, **kwargs: Any
+) -> Any:
+    """Calls a module and keeps its inputs only; ``checkpoint(self.fc1, x)`` for ``self.fc1(x)``.
+
+    Args:
+        module: what to call.
+        args: its arguments, in any structure.
+        preserve_rng_state: whether its recomputation draws the same random numbers.
+        kwargs: its keyword arguments.
+
+    Returns:
+        What the module returns.
+
+    Raises:
+        UsageError: `module` is no module.
+        PartitionError: it was placed on several ranks by hand.
+    """
+    if not isinstance(module, nn.Module):
+        raise UsageError(
+            f"checkpoint takes a module, not {type(module).__name__}; put what it computes into "
+            "the forward of a module"
+        )
+    if isinstance(module, nn.Sequential) and len(args) == 1 and not kwargs:
+        return checkpoint_sequential(
+            module, args[0], "contiguous", preserve_rng_state=preserve_rng_state
+        )
+    body = current_body()
+    if body is None or not body.glue.is_active:
+        modules = tuple(module.named_modules())
+        return call_checkpointed(
+            path_of(module), modules, module, preserve_rng_state, *args, **kwargs
+        )
+    if not _is_whole(module):
+        _refuse(module)
+        return module(*args, **kwargs)
+    with checkpointing_calls(body, preserve_rng_state):
+        return module(*args, **kwargs)
+
+
+def checkpoint_sequential(
+    sequential: nn.Sequential,
+    input: Any,
+    strategy: str = "each",
+    preserve_rng_state: bool = True,
+    pack_args_as_tuple: bool = False,
+) -> Any:
+    """Calls a Sequential and keeps the inputs of its groups of layers only.
+
+    Args:
+        sequential: what to call.
+        input: its argument.
+        strategy: `each` layer for itself; `contiguous`: neighbours on one rank together;
+            `group_N`: up to N such neighbours together.
+        preserve_rng_state: whether recomputations draw the same random numbers.
+        pack_args_as_tuple: accepted for SMP's sake; any argument is passed on as it is.
+
+    Returns:
+        What the Sequential returns.
+
+    Raises:
+        UsageError: `sequential` is no Sequential, or there is no such strategy.
+        PartitionError: a layer was placed on several ranks by hand.
+    """
+    if not isinstance(sequential, nn.Sequential):
+        raise UsageError(
+            f"checkpoint_sequential takes an nn.Sequential, not {type(sequential).__name__}; write "
+            "checkpoint(module, ...)"
+        )
+    group_size(strategy)
+    body = current_body()
+    if body is not None and body.glue.is_active and not _is_whole(sequential):
+        for layer in sequential:
+            if not _is_whole(layer):
+                _refuse(layer)
+    return run_in_groups(
+        sequential, input, _functional_mark(sequential, strategy, preserve_rng_state)
+    )
+
+
+def set_activation_checkpointing(
+    module: nn.Module,
+    preserve_rng_state: bool = True,
+    pack_args_as_tuple: bool = False,
+    strategy: str = "each",
+    *,
+    enabled: bool = True,
+) -> None:
+    """Makes all later calls of a module checkpointed, before or after the first step.
+
+    Args:
+        module: a part of the model. Of a Sequential or ModuleList each layer is meant, of any
+            other module the whole of it.
+        preserve_rng_state: whether recomputations draw the same random numbers.
+        pack_args_as_tuple: accepted for SMP's sake; any argument is passed on as it is.
+        strategy: of a Sequential: `each` layer for itself; `contiguous`: neighbours on one rank
+            together; `group_N`: up to N such neighbours together.
+        enabled: False switches it off again.
+
+    Raises:
+        UsageError: there is no such strategy, or not for such a module.
+        PartitionError: the module was placed on several ranks by hand.
+    """
+    module = _unwrapped(module)
+    size = group_size(strategy)
+    if not isinstance(module, nn.Sequential) and strategy != "each":
+        what = "the layers of a ModuleList are" if isinstance(module, nn.ModuleList) else "it is"
+        raise UsageError(
+            f"strategy={strategy!r} is for nn.Sequential, not for {type(module).__name__}: {what} "
+            "called by the model's own code; leave the strategy out"
+        )
+    if isinstance(module, nn.ModuleList) or (isinstance(module, nn.Sequential) and size == 1):
+        units: list[nn.Module] = list(module)
+    else:
+        units = [module]
+    set_mark(module, None)
+    for unit in units:
+        set_mark(unit, Mark(strategy, preserve_rng_state) if enabled else None)
+    if enabled and _is_partitioned():
+        check_marks(units)
+
+
+def list_activation_checkpointing() -> dict[str, str]:
+    """Returns the modules of the model whose calls are checkpointed, with their strategies.
+
+    Without those that lie on several ranks, once it is known where they lie.
+    """
+    model = current().model
+    if model is None:
+        return {}
+    is_known = _is_partitioned()
+    return {
+        path: mark.strategy
+        for path, module in model.get_module().named_modules()
+        if (mark := mark_of(module)) is not None
+        and (not is_known or isinstance(module, nn.Sequential) or _is_whole(module))
+    }
+
+
+# -- called by the model ---------------------------------------------------------------------------
+
+
+def check_all_marks(model: nn.Module) -> None:
+    """Warns of marked modules that can't be checkpointed, once they are placed.
+
+    Raises:
+        PartitionError: they were placed by hand.
+    """
+    check_marks([module for module in model.modules() if mark_of(module) is not None])
+
+
+def check_marks(modules: list[nn.Module]) -> None:
+    """Does the same for some modules."""
+    for module in modules:
+        is_sequence = isinstance(module, nn.Sequential) and not _is_whole(module)
+        units: Iterable[nn.Module] = module.children() if is_sequence else [module]
+        for unit in units:
+            if not _is_whole(unit):
+                _refuse(unit)
+
+
+def assignment_lines(model: nn.Module) -> str:
+    """Returns what the log of the partition says of activation checkpointing, "" for nothing."""
+    by_home: dict[str, list[str]] = {}
+    for path, module in model.named_modules():
+        mark = mark_of(module)
+        if mark is None or (
+            _ranks_of(module) and not _is_whole(module) and mark.strategy == "each"
+        ):
+            continue
+        name = "/".join(["main", *filter(None, path.split("."))])
+        if mark.strategy != "each":
+            name = f"{name} ({mark.strategy})"
+        by_home.setdefault(in_ranges(_ranks_of(module)), []).append(name)
+    lines = [
+        f"\nactivation checkpointing on {home}: {', '.join(names)}"
+        for home, names in by_home.items()
+    ]
+    return "".join(lines)
+
+
+# -- where a module lives --------------------------------------------------------------------------
+
+
+def _is_partitioned() -> bool:
+    model = current().model
+    return model is not None and model.partition is not None
+
+
+def _placed() -> Mapping[str, PlacedModule]:
+    return current().engine.ownership.placed
+
+
+def _inside(module: nn.Module) -> set[int]:
+    return {id(part) for part in module.modules()}
+
+
+def _is_whole(module: nn.Module) -> bool:
+    """Says whether a module is on one rank as a whole, or has nothing that is on any."""
+    if placement_of(module) is not None or not _ranks_of(module):
+        return True
+    return any(part is module for placed in _placed().values() for _, part in placed.modules)
+
+
+def _ranks_of(module: nn.Module) -> list[int]:
+    owner_of = current().engine.ownership.owner_of
+    tensors = (*module.parameters(), *module.buffers())
+    return sorted({owner for tensor in tensors if (owner := owner_of(tensor)) is not None})
+
+
+def _refuse(module: nn.Module) -> None:
+    runtime = current()
+    message = _why_not(module)
+    if not runtime.config.auto_partition:
+        raise PartitionError(f"{message}; place it on one rank, or checkpoint its parts")
+    if dist.get_rank() == 0:
+        _warn(f"{message}; it runs without activation checkpointing")
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    _log.warning("%s", message)
+
+
+def _why_not(module: nn.Module) -> str:
+    parts = _inside(module)
+    nearest = [p for p, placed in _placed().items() if id(placed.modules[0][1]) in parts]
+    named = ", ".join(nearest[:_MOST_NAMES]) + (", ..." if len(nearest) > _MOST_NAMES else "")
+    ranks = _ranks_of(module)
+    where = f"ranks {in_ranges(ranks)} hold" if len(ranks) > 1 else f"rank {ranks[0]} holds"
+    could = f"could be checkpointed: {named}" if nearest else "none of its parts could be"
+    path = path_of(module)
+    return (
+        f"{path} can't be checkpointed, as it is not placed as a whole: {where} its parts ({could})"
+    )
+
+
+def _functional_mark(sequential: nn.Sequential, strategy: str, preserve_rng_state: bool) -> Mark:
+    """Returns the mark of a call; kept, as the groups that were called are known by it."""
+    known: dict[Any, Mark] = sequential.__dict__.setdefault("_smp_checkpointed_calls", {})
+    return known.setdefault((strategy, preserve_rng_state), Mark(strategy, preserve_rng_state))
+
+
+def _unwrapped(module: Any) -> nn.Module:
+    while isinstance(module, (Wrapper, Level)):
+        module = module.get_module() if isinstance(module, Wrapper) else vars(module)["module"]
+    if not isinstance(module, nn.Module):
+        raise UsageError(
+            f"set_activation_checkpointing takes a module, not {type(module).__name__}"
+        )
+    return module

@@ -1,0 +1,72 @@
+"""The names under which scripts written for SMP find the blocks of a transformer.
+
+There ``model.module.module.module.transformer.seq_layers`` was the list of blocks, whatever the
+model's class called it. Here the same path leads to the block list of the user's own module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+def offer_seq_layers(module: nn.Module) -> None:
+    """Gives a model an attribute `module` that leads to its blocks, if it has none already."""
+    if not hasattr(module, "module"):
+        module.__dict__["module"] = Level16(module)
+
+
+def block_list(module: nn.Module) -> nn.Module:
+    """Returns the list of blocks that holds the most parameters.
+
+    Raises:
+        AttributeError: there is no list of at least two modules.
+    """
+    lists = [
+        part
+        for part in module.modules()
+        if isinstance(part, (nn.ModuleList, nn.Sequential)) and len(part) > 1
+    ]
+    if not lists:
+        raise AttributeError(f"{type(module).__name__} has no list of blocks")
+    return max(lists, key=lambda part: sum(each.numel() for each in part.parameters()))
+
+
+class _View:
+    """Shows a module's attributes, and some more."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._module,)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(vars(self)["_module"], name)
+
+
+class Level16(_View):
+    """The user's module where SMP had its 16-bit wrapper."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's module."""
+        return self._module
+
+    @property
+    def transformer(self) -> Any:
+        """The part with the blocks, whatever its name."""
+        return Transformer(getattr(self._module, "transformer", self._module))
+
+
+class Transformer(_View):
+    """The part of a model that has its blocks."""
+
+    @property
+    def seq_layers(self) -> nn.Module:
+        """The list of the blocks."""
+        found: nn.Module = getattr(self._module, "seq_layers", None) or block_list(self._module)
+        return found
