@@ -26,7 +26,7 @@ DEFAULTS = """{
     auto_partition: true, default_partition: null,
     ddp: false, ddp_port: null, ddp_dist_backend: auto, deterministic_server: false,
     broadcast_inputs: true, debug: false, timeout: 600.0, seed: null, stages_per_rank: 1,
-    tied_weights: auto,
+    tied_weights: auto, recompute_ahead: 1, recompute_ahead_modules: 1,
     emulate_clock: false, emulated_latency_us: 0.0, emulated_bandwidth_gbps: 0.0,
     tensor_parallel_degree: 1, tensor_parallel_seed: 0, prescaled_batch: false,
     shard_optimizer_state: false, sharded_data_parallel_degree: 1,

@@ -14,7 +14,6 @@ NAMES = (
     "resume_from_checkpoint",
     "save",
     "save_checkpoint",
-    "set_activation_checkpointing",
 )
 
 

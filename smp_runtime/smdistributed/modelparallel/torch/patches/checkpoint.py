@@ -1,6 +1,4 @@
 """Activation checkpointing under SMP's names."""
 
-from ..not_yet import runtime_or_placeholder
-
-checkpoint = runtime_or_placeholder("checkpoint")
-checkpoint_sequential = runtime_or_placeholder("checkpoint_sequential")
+from smp_runtime import checkpoint as checkpoint
+from smp_runtime import checkpoint_sequential as checkpoint_sequential
