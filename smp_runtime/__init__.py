@@ -1,5 +1,6 @@
 """A model-parallel training runtime for PyTorch, with the API of SageMaker's library v1."""
 
+from . import amp as amp
 from . import nn as nn
 from . import optimizers as optimizers
 from .activation_checkpointing import (
@@ -8,6 +9,7 @@ from .activation_checkpointing import (
     list_activation_checkpointing,
     set_activation_checkpointing,
 )
+from .amp import GradScaler
 from .communication import (
     DP_GROUP,
     MP_GROUP,
@@ -81,6 +83,7 @@ __all__ = [
     "CommGroup",
     "DistributedModel",
     "DistributedOptimizer",
+    "GradScaler",
     "RankType",
     "StepOutput",
     "allgather",

@@ -38,7 +38,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat,
 from .errors import ConfigError, NotSupportedError
 
 ENVIRONMENT_VARIABLE = "SM_HP_MP_PARAMETERS"
-ALIASES = {"partitions": "pipeline_parallel_degree"}
+ALIASES = {
+    "partitions": "pipeline_parallel_degree",
+    "_fp32_grad_accumulation": "fp32_grad_accumulation",
+}
 
 # Keys of old scripts that mean nothing here, with the value that asks for nothing.
 WITHOUT_MEANING: Mapping[str, object] = {
@@ -46,17 +49,14 @@ WITHOUT_MEANING: Mapping[str, object] = {
     **{"load_partition": False, "partition_file": "", "overlapping_allreduce": False},
     **{"static_mode": False, "fast_mode": False, "use_times": False},
     **{"checkpoint_attentions": False, "_match_weights": False},
-    **{"_fp32_grad_accumulation": False, "_prescaled_batch": False},
+    **{"_prescaled_batch": False},
 }
 
 # A feature that starts to work leaves this set.
 NOT_YET = frozenset(
     {
-        "bf16",
         "delayed_parameter_initialization",
-        "fp16",
         "sharded_data_parallel_degree",
-        "shard_optimizer_state",
         "tensor_parallel_degree",
     }
 )
@@ -168,7 +168,9 @@ class Config(BaseModel):
     fp16: Flag = False
     """Whether to train in float16, with float32 master weights and a scaled loss."""
     bf16: Flag = False
-    """Whether to train in bfloat16 under sharded data parallelism."""
+    """Whether to train in bfloat16, with float32 master weights."""
+    fp32_grad_accumulation: Flag = True
+    """Whether gradients of 16-bit parameters add up in float32, with `fp16` or `bf16`."""
     fp16_params: Flag = False
     """Whether layers of tensor parallelism begin in float16. SMP itself replaced it by `fp16`."""
     delayed_parameter_initialization: Flag = False
@@ -258,11 +260,15 @@ def _named_once(settings: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"unknown setting {key!r}: the nearest known one is {nearest!r}")
         if name in named and named[name] != value:
             raise ConfigError(
-                f"{' and '.join(ALIASES)} and {name} name one setting, but are {named[name]!r} "
+                f"{_alias_of(name)} and {name} name one setting, but are {named[name]!r} "
                 f"and {value!r}: write {name} only"
             )
         named[name] = value
     return named
+
+
+def _alias_of(name: str) -> str:
+    return next(alias for alias, known in ALIASES.items() if known == name)
 
 
 def _without_meaningless(settings: dict[str, Any]) -> dict[str, Any]:
@@ -311,5 +317,3 @@ def _conflicts(config: Config) -> Iterator[str]:
         yield "sharded data and tensor parallelism together need prescaled_batch=True"
     if config.fp16 and config.bf16:
         yield "fp16 and bf16 exclude each other: write one"
-    if config.bf16 and not sharded:
-        yield "bf16 needs sharded data parallelism: write sharded_data_parallel_degree as well"

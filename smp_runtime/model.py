@@ -20,9 +20,10 @@ from .checkpointed_call import switched_off
 from .data_parallel import DataParallel, Held
 from .errors import NotSupportedError, UsageError
 from .norms import clip_gradients, watch_clip_grad_norm
-from .optimizer import keep_local
+from .optimizer import LocalOptimizer, keep_local
 from .partitioning import Partition, partition
 from .placing import LocalPart, named_state, seed_drawing_modules, to_device
+from .precision import Precision
 from .reduction import CommHook
 from .remote_gradients import RemoteGradients
 from .replicas import Replicas, broadcast_state
@@ -89,8 +90,11 @@ class DistributedModel(Wrapper):
                 f"smp.DistributedModel got backward_passes_per_step={backward_passes_per_step} and "
                 f"bucket_cap_mb={bucket_cap_mb}: both must be positive"
             )
+        precision = Precision(runtime.config)
+        precision.convert(module)
         super().__init__(module, self._call_module)
         offer_seq_layers(module)
+        self._precision = precision
         runtime.model = self
         self.average_grads_across_microbatches = average_grads_across_microbatches
         self._runtime = runtime
@@ -105,6 +109,7 @@ class DistributedModel(Wrapper):
             passes=backward_passes_per_step,
         )
         self._shared_gradients: SharedGradients | None = None
+        self._loss_scale = 1.0
         self._part: LocalPart | None = None
         self._remote_gradients: RemoteGradients | None = None
         self._partition: Partition | None = None
@@ -148,6 +153,10 @@ class DistributedModel(Wrapper):
         return self._partition
 
     def _call_module(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self._precision.to_model((args, kwargs))
+        return self._precision.from_model(self._call_converted(args, kwargs))
+
+    def _call_converted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         body = current_body()
         if body is None:
             if self._runtime.placement.size("pp") > 1:
@@ -214,13 +223,29 @@ class DistributedModel(Wrapper):
     def begin_step(self, num_microbatches: int) -> list[float]:
         """Called by the step before the bodies run; returns what each one's loss counts."""
         self._has_run_backward = False
-        self.data_parallel.begin_step(num_microbatches - 1, is_training=torch.is_grad_enabled())
+        is_training = torch.is_grad_enabled()
+        self.data_parallel.begin_step(num_microbatches - 1, is_training=is_training)
+        scaler = self._optimizer if isinstance(self._optimizer, LocalOptimizer) else None
+        self._loss_scale = scaler.loss_scale if scaler is not None and is_training else 1.0
+        # Gradients of earlier steps are unscaled, and what is added to them is not.
+        self._scale_gradients(self._loss_scale)
         if self.partitioned:
-            self.data_parallel.arm()
+            self._arm()
         if self._part is not None:
             self._shared_gradients = SharedGradients(self._runtime.engine, self._part.shared)
         share = 1.0 / num_microbatches if self.average_grads_across_microbatches else 1.0
-        return [share] * num_microbatches
+        return [share * self._loss_scale] * num_microbatches
+
+    def _arm(self) -> None:
+        """Prepares the gradients of this step, once it is known what this rank holds."""
+        self._precision.prepare_gradients(self.local_parameters())
+        self.data_parallel.arm()
+
+    def _scale_gradients(self, factor: float) -> None:
+        if factor != 1.0:
+            gradients = [p.grad for p in self.local_parameters() if p.grad is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, factor)
 
     def end_step(self) -> None:
         """Called by the step after the bodies: reduces gradients and runs hooks."""
@@ -234,6 +259,7 @@ class DistributedModel(Wrapper):
             else:
                 shared.put_back()
         self.data_parallel.end_step(self._has_run_backward)
+        self._scale_gradients(1.0 / self._loss_scale)
         if self._has_run_backward and self._remote_gradients is not None:
             self._remote_gradients.mark()
         once, self._post_step_hooks = self._post_step_hooks, OrderedDict()
@@ -327,7 +353,12 @@ class DistributedModel(Wrapper):
 
         Raises:
             UsageError: a replica left before its first step, or `throw_on_early_termination`.
+            NotSupportedError: with `shard_optimizer_state`, where every update needs all replicas.
         """
+        if enable and self._runtime.config.shard_optimizer_state:
+            raise NotSupportedError(
+                "join can't be used with shard_optimizer_state: give replicas equally many batches"
+            )
         return self.data_parallel.join(
             divide_by_initial_world_size, enable, throw_on_early_termination
         )
@@ -366,7 +397,7 @@ class DistributedModel(Wrapper):
         assert body is not None
         make_equal(self._part.shared, engine, body)
         broadcast_state(self.get_module(), self.data_parallel.replicas)
-        self.data_parallel.arm()
+        self._arm()
         self._remote_gradients = RemoteGradients(self.get_module(), self._part)
         watch_clip_grad_norm(self._part, runtime)
         if self._optimizer is not None:

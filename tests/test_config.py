@@ -34,7 +34,8 @@ DEFAULTS = """{
     sdp_max_live_parameters: 1000000000, sdp_hierarchical_allgather: true,
     sdp_gradient_clipping: 1.0,
     offload_activations: false, activation_loading_horizon: 4, skip_tracing: false,
-    fp16: false, bf16: false, fp16_params: false, delayed_parameter_initialization: false,
+    fp16: false, bf16: false, fp32_grad_accumulation: true, fp16_params: false,
+    delayed_parameter_initialization: false,
 }"""
 
 
@@ -184,7 +185,6 @@ def test_none_counts_as_not_given() -> None:
             "need prescaled_batch=True",
         ),
         ({"fp16": True, "bf16": True}, "fp16 and bf16 exclude each other"),
-        ({"bf16": True}, "bf16 needs sharded data parallelism"),
     ],
 )
 def test_refuses_settings_in_conflict(settings: dict[str, object], message: str) -> None:
@@ -194,7 +194,7 @@ def test_refuses_settings_in_conflict(settings: dict[str, object], message: str)
 
 def test_settings_of_later_features_raise_until_they_work() -> None:
     assert set(Config.model_fields) > NOT_YET
-    for name in NOT_YET - {"bf16"}:
+    for name in NOT_YET:
         default = getattr(Config(), name)
         value = not default if isinstance(default, bool) else default + 1
         with pytest.raises(NotSupportedError, match=f"^{name}={value!r} is not supported yet"):
