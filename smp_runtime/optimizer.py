@@ -73,8 +73,8 @@ def DistributedOptimizer(  # noqa: N802 - SMP's name
     elif is_16_bit or is_sharded:
         if is_sharded:
             _check_elementwise(optimizer)
-        optimizer.__class__ = _local(cls, SubstitutingOptimizer)
         scale = make_loss_scale(static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
+        optimizer.__class__ = _local(cls, SubstitutingOptimizer)
         assert isinstance(optimizer, SubstitutingOptimizer)
         optimizer.set_up(is_16_bit, is_sharded, scale if config.fp16 else StaticLossScale(1.0))
     else:
