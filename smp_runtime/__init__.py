@@ -28,6 +28,7 @@ from .communication import (
     recv_from,
     send,
 )
+from .data_sampling import replica_sampler
 from .manual_partition import partition, set_partition
 from .microbatch import StepOutput
 from .model import DistributedModel, is_tracing
@@ -123,6 +124,7 @@ __all__ = [
     "rdp_rank",
     "rdp_size",
     "recv_from",
+    "replica_sampler",
     "register_parameter",
     "resume_from_checkpoint",
     "save",

@@ -80,6 +80,7 @@ class Body:
         streams: the random streams of this microbatch.
 
     Attributes:
+        loss_scale: as given.
         glue: watches the operations of this body.
         copies: what moves between ranks.
         segments: its part of the autograd graph.
@@ -107,6 +108,7 @@ class Body:
         self.step = engine.step
         self.microbatch = microbatch
         self.streams = streams
+        self.loss_scale = loss_scale
         self.glue: GlueMode
         self.digest = 0
         self.last_origin = "the beginning of the body"

@@ -217,14 +217,32 @@ class DistributedModel(Wrapper):
                 [grad_tensors] if isinstance(grad_tensors, torch.Tensor) else list(grad_tensors)
             )
         self._has_run_backward = True
+        if body.loss_scale == 0.0:
+            return  # a mean over nothing is NaN, and so would be its gradient
         with body.glue.suspended():
             body.backward_pass.run(losses, gradients)
 
-    def begin_step(self, num_microbatches: int) -> list[float]:
-        """Called by the step before the bodies run; returns what each one's loss counts."""
+    def begin_step(
+        self, num_microbatches: int, weights: Sequence[float] | None = None
+    ) -> list[float]:
+        """Called by the step before the bodies run; returns what each one's loss counts.
+
+        Args:
+            num_microbatches: of this step.
+            weights: what each microbatch's loss weighs in a mean over all of them, those of other
+                replicas included; all the same if not given.
+        """
         self._has_run_backward = False
         is_training = torch.is_grad_enabled()
-        self.data_parallel.begin_step(num_microbatches - 1, is_training=is_training)
+        if weights is not None and not self.average_grads_across_microbatches:
+            raise UsageError(
+                "loss_weight makes gradients those of a mean: leave it out, or leave "
+                "average_grads_across_microbatches at True"
+            )
+        weight = None if weights is None else sum(weights)
+        total = self.data_parallel.begin_step(
+            num_microbatches - 1, is_training=is_training, weight=weight
+        )
         scaler = self._optimizer if isinstance(self._optimizer, LocalOptimizer) else None
         self._loss_scale = scaler.loss_scale if scaler is not None and is_training else 1.0
         # Gradients of earlier steps are unscaled, and what is added to them is not.
@@ -233,8 +251,12 @@ class DistributedModel(Wrapper):
             self._arm()
         if self._part is not None:
             self._shared_gradients = SharedGradients(self._runtime.engine, self._part.shared)
-        share = 1.0 / num_microbatches if self.average_grads_across_microbatches else 1.0
-        return [share * self._loss_scale] * num_microbatches
+        if weights is None:
+            share = 1.0 / num_microbatches if self.average_grads_across_microbatches else 1.0
+            return [share * self._loss_scale] * num_microbatches
+        # The mean over replicas follows, and must not count.
+        factor = self._loss_scale * self.data_parallel.divisor / (total or 1.0)
+        return [weight * factor for weight in weights]
 
     def _arm(self) -> None:
         """Prepares the gradients of this step, once it is known what this rank holds."""

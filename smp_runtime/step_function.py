@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
+
+import torch
 
 from . import device, rng
 from .body import current_body
@@ -13,6 +16,8 @@ from .microbatch import Splitter, join
 from .runtime import Runtime, current
 from .step_inputs import Call, check_equal, share_inputs
 from .trees import map_tensors
+
+Weigh = Callable[..., float | torch.Tensor]
 
 
 class StepFunction:
@@ -27,11 +32,13 @@ class StepFunction:
         non_split_inputs: Sequence[str],
         input_split_axes: Mapping[str, int],
         detach_outputs: bool,
+        loss_weight: Weigh | None = None,
     ) -> None:
         functools.update_wrapper(self, function)
         self._function = function
         self._splitter = Splitter(function, non_split_inputs, input_split_axes)
         self._detach = detach_outputs
+        self._loss_weight = loss_weight
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step.
@@ -57,7 +64,10 @@ class StepFunction:
             engine.fail(error)
             raise
         model = runtime.model
-        loss_scales = [1.0] * len(calls) if model is None else model.begin_step(len(calls))
+        loss_scales = [1.0] * len(calls)
+        if model is not None:
+            with runtime.collective(""):
+                loss_scales = model.begin_step(len(calls), self._weigh(calls))
         results = engine.run(
             self._function, calls, loss_scales=loss_scales, seed=seed, detach=self._detach
         )
@@ -66,6 +76,18 @@ class StepFunction:
                 model.end_step()
         engine.end_step()
         return join(results)
+
+    def _weigh(self, calls: Sequence[Call]) -> list[float] | None:
+        """Returns what each microbatch's loss weighs, None if all weigh the same."""
+        if self._loss_weight is None or not torch.is_grad_enabled():
+            return None
+        weights = [float(self._loss_weight(*args, **kwargs)) for args, kwargs in calls]
+        if not all(0 <= weight < math.inf for weight in weights):
+            raise UsageError(
+                f"loss_weight gave {weights} for the microbatches of a step: return the number of "
+                "tokens, or of whatever the loss is the mean over"
+            )
+        return weights
 
     def _prepare(self, runtime: Runtime, call: Call) -> tuple[list[Call], int]:
         config, m = runtime.config, runtime.config.microbatches
@@ -95,6 +117,7 @@ def step(
     non_split_inputs: Sequence[str] = (),
     input_split_axes: Mapping[str, int] | None = None,
     detach_outputs: bool = True,
+    loss_weight: Weigh | None = None,
 ) -> Callable[[Callable[..., Any]], StepFunction]: ...
 
 
@@ -104,6 +127,7 @@ def step(
     non_split_inputs: Sequence[str] = (),
     input_split_axes: Mapping[str, int] | None = None,
     detach_outputs: bool = True,
+    loss_weight: Weigh | None = None,
 ) -> StepFunction | Callable[[Callable[..., Any]], StepFunction]:
     """Makes a function one step of training or evaluation; ``@smp.step`` and ``@smp.step()``.
 
@@ -113,12 +137,18 @@ def step(
         input_split_axes: batch dimension by argument name; 0 where nothing is said.
         detach_outputs: cut returned tensors off their graphs. False keeps the graphs alive on
             the rank that owns them, and costs their memory.
+        loss_weight: takes the body's arguments and returns how many tokens the microbatch's loss
+            is the mean over, a tensor or a number. Gradients are then those of the mean over all
+            tokens of all microbatches and replicas, however unevenly they are spread; a microbatch
+            of weight 0 has no backward pass. None: all microbatches count the same.
 
     Raises:
         MicrobatchError: a name is not an argument of the function.
     """
 
     def decorate(body: Callable[..., Any]) -> StepFunction:
-        return StepFunction(body, non_split_inputs, input_split_axes or {}, detach_outputs)
+        return StepFunction(
+            body, non_split_inputs, input_split_axes or {}, detach_outputs, loss_weight
+        )
 
     return decorate if function is None else decorate(function)
