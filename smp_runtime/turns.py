@@ -93,8 +93,9 @@ class Turns:
 
     def admit(self, run: Run) -> None:
         """Notes that a body computes from now on."""
-        run.is_admitted = True
-        self.max_in_flight = max(self.max_in_flight, self._num_in_flight())
+        if not run.is_admitted:
+            run.is_admitted = True
+            self.max_in_flight = max(self.max_in_flight, self._num_in_flight())
 
     def choose(self) -> Run | None:
         """Picks the body to run now, None if every one must wait."""
