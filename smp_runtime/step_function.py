@@ -90,11 +90,12 @@ class StepFunction:
         return weights
 
     def _prepare(self, runtime: Runtime, call: Call) -> tuple[list[Call], int]:
-        config, m = runtime.config, runtime.config.microbatches
+        config = runtime.config
         seed = config.seed if config.seed is not None else rng.initial_seed()
         is_leader = runtime.engine.transport.rank == 0
         if is_leader or not config.broadcast_inputs:
-            self._splitter.split(*call, m)  # a wrong batch must fail before anything is sent
+            # A wrong batch must fail before anything is sent.
+            self._splitter.split(*call, self.num_microbatches(call))
         if runtime.engine.transport.size > 1 and config.broadcast_inputs:
             call, seed = share_inputs(runtime.engine, call, seed)
         elif config.debug:
@@ -104,7 +105,12 @@ class StepFunction:
             lambda tensor: tensor if tensor.device.type == target.type else tensor.to(target), call
         )
         # Replicas differ in their dropout; the ranks of one pipeline group agree.
+        m = self.num_microbatches((args, kwargs))
         return self._splitter.split(args, kwargs, m), seed + runtime.here.dp_rank
+
+    def num_microbatches(self, call: Call) -> int:
+        """Returns into how many microbatches the arguments of a call are cut."""
+        return current().config.microbatches
 
 
 @overload

@@ -1,0 +1,97 @@
+"""The steps of a `transformers.Trainer`: its `compute_loss`, once for each microbatch.
+
+The Trainer normalises the loss of a batch by the number of its tokens in all replicas and all
+accumulated batches. Gradients are averaged over microbatches and replicas; so each microbatch
+divides its own sum by the share of that number that would be its own, if all shares were equal.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .runtime import current
+from .step_function import StepFunction
+from .step_inputs import Call
+from .trees import iter_tensors
+
+
+class TrainerStep(StepFunction):
+    """A step on a batch of any size: if microbatches don't divide it, it has fewer of them.
+
+    Args:
+        function: the body.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function, (), {}, True)
+
+    def num_microbatches(self, call: Call) -> int:
+        """Returns the largest number of equal microbatches, up to the setting."""
+        size = next((tensor.shape[0] for tensor in iter_tensors(call) if tensor.dim()), 1)
+        most = current().config.microbatches
+        return next((m for m in range(min(most, size), 0, -1) if size % m == 0), 1)
+
+    def on_batch(self, model: Any, inputs: Any, num_items: torch.Tensor | float | None) -> Any:
+        """Runs a step with the share of `num_items` that would be each microbatch's."""
+        if num_items is None:
+            return self(model, inputs, None)
+        return self(model, inputs, float(num_items) / self.num_microbatches(((inputs,), {})))
+
+
+def train_on_batch(
+    trainer: Any, model: Any, inputs: Any, num_items: torch.Tensor | int | None
+) -> torch.Tensor:
+    """Does one forward and backward pass and returns this replica's loss."""
+    losses = _step(trainer, "_smp_train", _train).on_batch(model, inputs, num_items)
+    mean: torch.Tensor = losses.reduce_mean().detach()
+    return mean
+
+
+def evaluate_batch(trainer: Any, model: Any, inputs: Any) -> Any:
+    """Does one forward pass and returns its outputs, the loss among them, by microbatch."""
+    num_items = trainer._get_num_items_in_batch([inputs], trainer.args.device)
+    return _step(trainer, "_smp_evaluate", _evaluate).on_batch(model, inputs, num_items)
+
+
+def _step(trainer: Any, name: str, body: Callable[..., Any]) -> TrainerStep:
+    """Returns the step of a Trainer, made at its first use."""
+    if name not in vars(trainer):
+        setattr(trainer, name, TrainerStep(functools.partial(body, trainer)))
+    step: TrainerStep = getattr(trainer, name)
+    return step
+
+
+def _train(trainer: Any, model: Any, inputs: Any, num_items: float | None) -> torch.Tensor:
+    with trainer.compute_loss_context_manager():
+        loss: torch.Tensor = trainer.compute_loss(model, inputs, num_items_in_batch=num_items)
+    if not _is_scaled(trainer, num_items):
+        loss = loss / trainer.current_gradient_accumulation_steps
+    model.backward(loss)
+    return loss
+
+
+def _is_scaled(trainer: Any, num_items: float | None) -> bool:
+    """Whether a loss is that of all accumulated batches together, as transformers decides it."""
+    declared: bool | None = getattr(trainer, "loss_is_scaled_for_ga", None)
+    if declared is not None:
+        return declared
+    takes_number = trainer.model_accepts_loss_kwargs and num_items is not None
+    return takes_number or trainer.compute_loss_func is not None
+
+
+def _evaluate(trainer: Any, model: Any, inputs: Any, num_items: float | None) -> Any:
+    has_labels = any(inputs.get(name) is not None for name in trainer.label_names)
+    if not (has_labels or (not trainer.label_names and trainer.can_return_loss)):
+        return model(**inputs)
+    with trainer.compute_loss_context_manager():
+        loss, outputs = trainer.compute_loss(
+            model, inputs, return_outputs=True, num_items_in_batch=num_items
+        )
+    if isinstance(outputs, dict):
+        outputs["loss"] = loss
+        return outputs
+    return (loss, *outputs[1:])
