@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from .communication import CommGroup, allgather
+from .microbatch import StepOutput
 from .runtime import current
 from .step_function import StepFunction
 from .step_inputs import Call
@@ -52,9 +54,39 @@ def train_on_batch(
 
 
 def evaluate_batch(trainer: Any, model: Any, inputs: Any) -> Any:
-    """Does one forward pass and returns its outputs, the loss among them, by microbatch."""
+    """Does one forward pass and returns its outputs by microbatch.
+
+    The loss among them is that of the batches of all replicas together.
+    """
+    inputs = _without_duplicates(trainer, inputs)
     num_items = trainer._get_num_items_in_batch([inputs], trainer.args.device)
-    return _step(trainer, "_smp_evaluate", _evaluate).on_batch(model, inputs, num_items)
+    outputs = _step(trainer, "_smp_evaluate", _evaluate).on_batch(model, inputs, num_items)
+    if not _returns_loss(trainer, inputs):
+        return outputs
+    is_dict = isinstance(outputs, dict)
+    losses = allgather(
+        (outputs["loss"] if is_dict else outputs[0]).reduce_mean(), CommGroup.DP_GROUP
+    )
+    loss = StepOutput([torch.stack(losses).mean()])
+    if is_dict:
+        outputs["loss"] = loss
+        return outputs
+    return (loss, *outputs[1:])
+
+
+def _without_duplicates(trainer: Any, inputs: Any) -> Any:
+    """Ignores the labels of samples with which accelerate fills the last batch of an epoch."""
+    state = trainer.accelerator.gradient_state
+    if not state.end_of_dataloader or state.remainder <= 0:
+        return inputs
+    masked = dict(inputs)
+    for name in trainer.label_names:
+        labels = inputs.get(name)
+        if isinstance(labels, torch.Tensor) and labels.dim() and not labels.is_floating_point():
+            first = len(labels) * trainer.accelerator.process_index
+            masked[name] = labels.clone()
+            masked[name][max(state.remainder - first, 0) :] = -100
+    return masked
 
 
 def _step(trainer: Any, name: str, body: Callable[..., Any]) -> TrainerStep:
@@ -83,9 +115,14 @@ def _is_scaled(trainer: Any, num_items: float | None) -> bool:
     return takes_number or trainer.compute_loss_func is not None
 
 
-def _evaluate(trainer: Any, model: Any, inputs: Any, num_items: float | None) -> Any:
+def _returns_loss(trainer: Any, inputs: Any) -> bool:
+    """Whether an evaluation has a loss, as transformers decides it."""
     has_labels = any(inputs.get(name) is not None for name in trainer.label_names)
-    if not (has_labels or (not trainer.label_names and trainer.can_return_loss)):
+    return has_labels or (not trainer.label_names and trainer.can_return_loss)
+
+
+def _evaluate(trainer: Any, model: Any, inputs: Any, num_items: float | None) -> Any:
+    if not _returns_loss(trainer, inputs):
         return model(**inputs)
     with trainer.compute_loss_context_manager():
         loss, outputs = trainer.compute_loss(
