@@ -1,5 +1,3 @@
 """Mixed precision under SMP's names."""
 
-from .not_yet import runtime_or_placeholder
-
-GradScaler = runtime_or_placeholder("GradScaler")
+from smp_runtime import GradScaler as GradScaler

@@ -1,20 +1,12 @@
-"""Names of features that do not exist yet: they import, and say so when they are used."""
+"""Contexts around the creation of a model, for as long as the runtime has none."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 import smp_runtime
-from smp_runtime.errors import NotSupportedError
-
-NAMES = (
-    "load",
-    "resume_from_checkpoint",
-    "save",
-    "save_checkpoint",
-)
 
 
 @contextmanager
@@ -42,18 +34,7 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
     yield
 
 
-def runtime_or_placeholder(name: str) -> Any:
-    """Returns what the runtime offers under a name, or else what refuses to be called."""
-
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise NotSupportedError(f"smp.{name} is not supported yet")
-
-    return getattr(smp_runtime, name, refuse)
-
-
 def placeholders() -> Iterator[tuple[str, Any]]:
     """Yields what stands for each name that the runtime does not offer."""
-    for name in NAMES:
-        yield name, runtime_or_placeholder(name)
     for context in (model_creation, delay_param_initialization):
         yield context.__name__, getattr(smp_runtime, context.__name__, context)
