@@ -244,7 +244,8 @@ def _local(cls: type[Any], base: type[LocalOptimizer]) -> type[Any]:
             return self.update(self._step_if_any, closure)
 
         def _step_if_any(self, closure: Closure | None) -> Any:
-            if any(group["params"] for group in self.param_groups):
+            has_parameters = any(group["params"] for group in self.param_groups)
+            if has_parameters or getattr(self, "steps_on_every_rank", False):
                 return cls.step(self, closure)
             return None if closure is None else closure()
 

@@ -131,8 +131,6 @@ def test_state_dicts_need_no_translation() -> None:
     [
         lambda: smp.nn.DistributedLinear(4, 4),
         lambda: smp.nn.DistributedTransformerLMHead(num_layers=2),
-        lambda: smp.optimizers.FusedLAMB([torch.nn.Parameter(torch.ones(1))]),
-        lambda: smp.optimizers.FusedNovoGrad([torch.nn.Parameter(torch.ones(1))]),
         lambda: smp.state.param_index_to_name_tp_group,
     ],
 )
