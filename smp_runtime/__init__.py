@@ -32,6 +32,7 @@ from .data_sampling import replica_sampler
 from .manual_partition import partition, set_partition
 from .microbatch import StepOutput
 from .model import DistributedModel, is_tracing
+from .model_creation import delay_param_initialization, model_creation
 from .optimizer import DistributedOptimizer
 from .partial_files import load, save
 from .runtime import (
@@ -92,6 +93,7 @@ __all__ = [
     "broadcast",
     "checkpoint",
     "checkpoint_sequential",
+    "delay_param_initialization",
     "dp_barrier",
     "dp_rank",
     "dp_size",
@@ -113,6 +115,7 @@ __all__ = [
     "load",
     "local_rank",
     "local_size",
+    "model_creation",
     "mp_barrier",
     "mp_rank",
     "mp_size",

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 
 from .checkpoint_index import RUN_STATE, USER_CONTENT, Place, read_index
 from .errors import CheckpointDamagedError, CheckpointMismatchError, UnsafeContentError
 from .optimizer_state import Group
-from .safetensors_file import open_safetensors
+from .pending_values import provide
+from .safetensors_file import SafetensorsFile
 
 
 class Checkpoint:
@@ -35,7 +36,7 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.index = read_index(folder)
-        self._open: dict[str, Any] = {}
+        self._files: dict[str, SafetensorsFile] = {}
         self.run_state: dict[str, Any] = load_torch_file(folder / RUN_STATE, weights_only=True)
         if self.run_state["checkpoint"] != self.index.identity:
             raise _mixed(folder / RUN_STATE)
@@ -101,17 +102,12 @@ class Checkpoint:
         return whole.view(shape)
 
     def _read(self, place: Place) -> Tensor:
-        path = self.folder / place.file
-        if place.file not in self._open:
-            file = open_safetensors(path)
-            if (file.metadata() or {}).get("checkpoint") != self.index.identity:
-                raise _mixed(path)
-            self._open[place.file] = file
-        try:
-            tensor: Tensor = self._open[place.file].get_tensor(place.key)
-        except SafetensorError as error:
-            raise CheckpointDamagedError(f"{path}: {error}") from error
-        return tensor
+        if place.file not in self._files:
+            file = SafetensorsFile(self.folder / place.file)
+            if file.metadata.get("checkpoint") != self.index.identity:
+                raise _mixed(file.path)
+            self._files[place.file] = file
+        return self._files[place.file].read(place.key)
 
 
 def check(checkpoint: Checkpoint, module: nn.Module, strict: bool) -> None:
@@ -146,14 +142,21 @@ def check(checkpoint: Checkpoint, module: nn.Module, strict: bool) -> None:
         )
 
 
-def load_model(checkpoint: Checkpoint, module: nn.Module) -> None:
-    """Reads what this rank holds of a model: everything that is not on meta."""
+def load_model(checkpoint: Checkpoint, module: nn.Module, is_partitioned: bool) -> None:
+    """Reads what this rank holds of a model.
+
+    What is on meta because nobody knows yet who holds it is read when that is known.
+    """
     saved, done = checkpoint.shapes(), set()
     with torch.no_grad():
         for name, tensor in _state_tensors(module).items():
-            if name in saved and not tensor.is_meta and id(tensor) not in done:
+            if name not in saved or id(tensor) in done:
+                continue
+            done.add(id(tensor))
+            if not tensor.is_meta:
                 tensor.copy_(checkpoint.model_tensor(name))
-                done.add(id(tensor))
+            elif not is_partitioned:
+                provide(tensor, functools.partial(checkpoint.model_tensor, name))
     extra_state = checkpoint.run_state["extra_state"]
     for path, part in module.named_modules():
         key = f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE

@@ -55,7 +55,6 @@ WITHOUT_MEANING: Mapping[str, object] = {
 # A feature that starts to work leaves this set.
 NOT_YET = frozenset(
     {
-        "delayed_parameter_initialization",
         "sharded_data_parallel_degree",
         "tensor_parallel_degree",
     }
@@ -174,7 +173,7 @@ class Config(BaseModel):
     fp16_params: Flag = False
     """Whether layers of tensor parallelism begin in float16. SMP itself replaced it by `fp16`."""
     delayed_parameter_initialization: Flag = False
-    """Whether parameters are made on meta and initialised after the partitioning."""
+    """Whether `smp.model_creation` makes parameters after the partitioning. It does in any case."""
 
     def __init__(self, **settings: Any) -> None:
         settings = _without_meaningless(_named_once(settings))

@@ -22,6 +22,7 @@ from .errors import NotSupportedError, UsageError
 from .norms import clip_gradients, watch_clip_grad_norm
 from .optimizer import LocalOptimizer, keep_local
 from .partitioning import Partition, partition
+from .pending_values import forget
 from .placing import LocalPart, named_state, seed_drawing_modules, to_device
 from .precision import Precision
 from .reduction import CommHook
@@ -51,7 +52,7 @@ class DistributedModel(Wrapper):
     shows. Parameter names stay those of the plain model.
 
     Args:
-        module: any module, whole on every rank, with equal weights.
+        module: any module, whole on every rank, with equal weights; or made in `model_creation`.
         trace_device: accepted for SMP's sake; the trace runs on fake tensors.
         trace_execution_times: partition by measured times instead of modelled ones.
         overlapping_allreduce: all-reduce gradients while the last microbatch's backward pass goes
@@ -126,6 +127,7 @@ class DistributedModel(Wrapper):
         else:
             for tensor in (*module.parameters(), *module.buffers()):
                 to_device(tensor)
+            forget()
             broadcast_state(module, self.data_parallel.replicas)
             self.data_parallel.watch_backward()
 

@@ -11,6 +11,7 @@ from . import device
 from .drawing import seed_draws
 from .ownership import Ownership, keeps_nothing, placed_module
 from .partitioning import Partition
+from .pending_values import fill, forget
 from .placed import place
 from .reports import Reports
 
@@ -118,12 +119,18 @@ class LocalPart:
         for tensor in (*self._model.parameters(), *self._model.buffers()):
             if id(tensor) not in self._ranks:
                 to_device(tensor)
+        forget()
 
 
 def to_device(tensor: torch.Tensor) -> None:
-    """Moves a parameter or buffer to this rank's device and keeps the object."""
+    """Moves a parameter or buffer to this rank's device and keeps the object.
+
+    One on meta gets the values that wait for it (`pending_values`).
+    """
+    if tensor.is_meta:
+        fill(tensor)
     target = device.current_device()
-    if tensor.device.type != target.type and not tensor.is_meta:
+    if tensor.device.type != target.type:
         with torch.no_grad():
             tensor.data = tensor.data.to(target)
 

@@ -1,7 +1,8 @@
-"""Writes safetensors files tensor by tensor; the library for it wants all of them in memory.
+"""Writes and reads safetensors files tensor by tensor.
 
-The format: eight bytes of header length, a JSON header with the place of each tensor, the data in
-row-major order. Reading is left to the library, which maps files and reads single tensors.
+The library for it wants all tensors of a file in memory to write them, and maps files to read them,
+which counts as memory of each rank that reads. The format is simple: eight bytes of header length,
+a JSON header with the place of each tensor, the data in row-major order.
 """
 
 from __future__ import annotations
@@ -9,10 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from .durable_files import durable_file
 from .errors import CheckpointDamagedError, NotSupportedError
@@ -36,6 +36,7 @@ _DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 _ALIGNMENT = 8
 
 
@@ -69,29 +70,63 @@ def write_safetensors(
         return file.tell()
 
 
-def read_keys(path: Path) -> list[str]:
-    """Returns the names of the tensors in a file.
+class SafetensorsFile:
+    """A file to read single tensors from.
+
+    Args:
+        path: the file.
+
+    Attributes:
+        path: the file.
+        metadata: strings that are kept in the header.
+        shapes: the shape of each tensor, by name.
 
     Raises:
         CheckpointDamagedError: the file is no safetensors file, or is truncated.
     """
-    with open_safetensors(path) as file:
-        return list(file.keys())
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                if length > path.stat().st_size:
+                    raise ValueError("its header is longer than the file")
+                header = json.loads(file.read(length))
+            self.metadata: dict[str, str] = header.pop("__metadata__", {})
+            self._entries: dict[str, dict[str, Any]] = header
+            self._begin = 8 + length
+            self.shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
+            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            if self._begin + end > path.stat().st_size:
+                raise ValueError(f"it should have {self._begin + end} bytes")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointDamagedError(
+                f"{path} is truncated or no safetensors file ({error}); copy it again, or use "
+                "another one"
+            ) from error
+
+    def read(self, name: str) -> torch.Tensor:
+        """Reads one tensor into new memory."""
+        entry = self._entries[name]
+        tensor = torch.empty(self.shapes[name], dtype=_DTYPES[entry["dtype"]])
+        start, end = entry["data_offsets"]
+        if end > start:
+            raw = tensor.view(-1).view(torch.uint8)
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(self._begin + start)
+                _fill(raw.numpy().data, file)
+        return tensor
 
 
-def open_safetensors(path: Path) -> Any:
-    """Opens a file for reading single tensors (`keys`, `get_tensor`, `get_slice`, `metadata`).
-
-    Raises:
-        CheckpointDamagedError: the file is no safetensors file, or is truncated.
-    """
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise CheckpointDamagedError(
-            f"{path} is truncated or no safetensors file ({error}); copy it again, or resume from "
-            "another checkpoint"
-        ) from error
+def _fill(buffer: memoryview, file: IO[bytes]) -> None:
+    """Reads until a buffer is full; a single read stops at two gigabytes."""
+    filled = 0
+    while filled < len(buffer):
+        count = file.readinto(buffer[filled:])  # type: ignore[attr-defined]
+        if not count:
+            raise CheckpointDamagedError(f"{file.name} is truncated; copy it again")
+        filled += count
 
 
 def _header(metas: Mapping[str, TensorMeta], metadata: Mapping[str, str]) -> bytes:

@@ -177,7 +177,7 @@ def _load(
     optimizer: Optimizer | None,
     runtime: Runtime,
 ) -> None:
-    load_model(checkpoint, model.get_module())
+    load_model(checkpoint, model.get_module(), model.partitioned)
     if optimizer is not None:
         model.when_partitioned(lambda: _load_optimizer(checkpoint, optimizer, model))
     _restore_random(checkpoint, runtime)
