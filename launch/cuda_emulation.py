@@ -23,7 +23,7 @@ from torch.jit import _builtins
 
 import smp_runtime as smp_runtime  # before anything is replaced: it tells torch's functions apart
 
-from .cuda_stand_ins import Autocast, Context, Event, Scaler, Stream
+from .cuda_stand_ins import Autocast, Context, CudaAutocast, Event, Scaler, Stream
 
 CPU = torch.device("cpu")
 
@@ -231,7 +231,7 @@ def _redirect_mixed_precision() -> None:
     amp: Any = torch.amp
     amp.GradScaler = amp.grad_scaler.GradScaler = Scaler
     cuda_amp: Any = torch.cuda.amp
-    cuda_amp.autocast = functools.partial(Autocast, "cuda")
+    cuda_amp.autocast = CudaAutocast
     cuda_amp.GradScaler = functools.partial(Scaler, "cuda")
 
 

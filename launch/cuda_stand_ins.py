@@ -84,6 +84,15 @@ class Autocast(autocast):
         super().__init__(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
 
+class CudaAutocast(Autocast):
+    """Stands for `torch.cuda.amp.autocast`."""
+
+    def __init__(
+        self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True
+    ) -> None:
+        super().__init__("cuda", dtype, enabled, cache_enabled)
+
+
 class Scaler(GradScaler):
     """torch's scaler of losses, on the CPU also where CUDA is asked for."""
 

@@ -87,3 +87,45 @@ def test_gpt() -> None:
         sums, wanted = results[0]["final"]["sums"], expected["final"]["sums"]
         assert sums.keys() == wanted.keys()
         close(list(sums.values()), list(wanted.values()), atol=1e-4)
+
+
+def test_bert() -> None:
+    (expected,) = run_client("bert.py", 1, "--train_batch_size", 8)
+    for pp, dp in [(2, 1), (2, 2)]:
+        results = run_client(
+            "bert.py", pp * dp, "--partitions", pp, "--train_batch_size", 8 // dp, "--ddp", dp - 1
+        )
+        for result in results:
+            close(result["history"], expected["history"])
+
+
+def test_bert_in_mixed_precision() -> None:
+    (expected,) = run_client("bert.py", 1, "--fp16", 1)
+    for result in run_client("bert.py", 2, "--fp16", 1, "--partitions", 2):
+        assert result["history"] == expected["history"]
+
+
+def test_a_trainer_class() -> None:
+    (expected,) = run_client("class_trainer.py", 1)
+    assert expected["final"]["hooks"] == [("partition", True), ("step", True)]
+    for pp, dp in LAYOUTS:
+        results = run_client(
+            "class_trainer.py", pp * dp, "--partitions", pp, "--batch_size", 8, "--microbatches", 2
+        )
+        close(mean_over_replicas(results), expected["history"])
+        for result in results:
+            assert result["final"]["hooks"] == expected["final"]["hooks"]
+            close(result["final"]["norms"], expected["final"]["norms"], atol=1e-5)
+        held = [result["final"]["local"] for result in results[:pp]]
+        assert sum(held) >= expected["final"]["local"]
+
+
+def test_a_detector_placed_by_hand() -> None:
+    (expected,) = run_client("vision.py", 1)
+    first, second = run_client("vision.py", 2, "--partitions", 2)
+    assert first["history"] == second["history"]
+    close(first["history"], expected["history"])
+    alone, other = run_client("vision.py", 2)  # two replicas
+    of_pipelines = run_client("vision.py", 4, "--partitions", 2)
+    for result, wanted in zip(of_pipelines, [alone, alone, other, other], strict=True):
+        close(result["history"], wanted["history"])

@@ -93,7 +93,7 @@ def test_mixed_precision_is_the_cpus(asked: str) -> None:
             if asked == "torch.autocast":
                 context = torch.autocast("cuda", dtype=torch.bfloat16)
             else:
-                context = torch.cuda.amp.autocast(dtype=torch.bfloat16)
+                context = torch.cuda.amp.autocast(True, torch.bfloat16)
             with context:
                 product = torch.ones(2, 2) @ torch.ones(2, 2)
             scaler = torch.cuda.amp.GradScaler(init_scale=8.0)
