@@ -156,7 +156,9 @@ def set_activation_checkpointing(
         units: list[nn.Module] = list(module)
     else:
         units = [module]
-    set_mark(module, None)
+    is_container = isinstance(module, (nn.Sequential, nn.ModuleList))
+    for marked in (module, *(module.children() if is_container else ())):
+        set_mark(marked, None)
     for unit in units:
         set_mark(unit, Mark(strategy, preserve_rng_state) if enabled else None)
     if enabled and _is_partitioned():

@@ -76,6 +76,7 @@ class ForwardState:
             if buffer is not None
         ]
         self._observers: set[tuple[int, int]] = set()
+        self._changed: list[str] = []
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -62,7 +62,8 @@ def _runs(homes: Sequence[Hashable | None]) -> Iterator[range]:
     for index, here in enumerate(homes):
         if here is None and home != SPLIT:
             continue
-        if home is not None and (here != home or here == SPLIT):
+        is_other = home is not None and here != home
+        if index > first and (is_other or here == SPLIT):
             yield range(first, index)
             first = index
         home = here

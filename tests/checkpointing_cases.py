@@ -70,11 +70,12 @@ def run_steps(
     x: Tensor,
     change: Callable[[Any], None],
     num_steps: int = 2,
+    overlapping: bool = True,
     **settings: Any,
 ) -> Run:
     """Takes some steps on this rank, without an optimizer, and returns what came out."""
     smp.init({"timeout": 20.0, **settings})
-    model = smp.DistributedModel(plain)
+    model = smp.DistributedModel(plain, overlapping_allreduce=overlapping)
     change(model)
 
     @smp.step
