@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .errors import UsageError
+from .errors import NonFiniteLossError, UsageError
 from .rng import SeededDraws
 from .segments import run_backward
 from .tensors import meta_of
@@ -69,6 +69,11 @@ class BackwardPass:
         return SeededDraws(streams) if streams.has_drawn else nullcontext()
 
     def _seed(self, loss: torch.Tensor, gradient: Any) -> torch.Tensor:
+        if self._body.engine.debug and not bool(torch.isfinite(loss).all()):
+            raise NonFiniteLossError(
+                f"the loss of microbatch {self._body.microbatch} is {loss.flatten()[:3].tolist()} "
+                "(setting `debug` is on); look at the inputs, the learning rate and float16"
+            )
         # The loss is scaled here, by what its gradient starts from, so that no pass over the
         # gradients is needed afterwards.
         if gradient is None:

@@ -47,6 +47,7 @@ class Scheduler(Protocol):
     known: Known
     module_names: dict[int, str]
     step: int
+    debug: bool
 
     def wait(self, body: Body, addresses: Sequence[Address]) -> None:
         """Suspends the body until all messages are there."""

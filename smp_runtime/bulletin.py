@@ -1,8 +1,8 @@
 """News for every rank of the job, also those that share no pipeline: a board in torch's store.
 
-News are numbered and stay on the board; each rank reads them in their order. Two kinds exist: a
-rank failed, and a rank asks all others what they are doing (a roll call). Answers lie beside the
-board. Everything is JSON.
+News are numbered and stay on the board; each rank reads them in their order. Three kinds exist: a
+rank failed, a rank ended its program, and a rank asks all others what they are doing (a roll call).
+Answers lie beside the board. Everything is JSON.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 FAILURE: Literal["failure"] = "failure"
+END: Literal["end"] = "end"
 ROLL_CALL: Literal["roll call"] = "roll call"
 
 _GLANCE = 0.05
@@ -24,7 +25,7 @@ class News(NamedTuple):
 
     Attributes:
         number: its place on the board, from 1; a roll call's answers go by it.
-        kind: `failure` or `roll call`.
+        kind: `failure`, `end` or `roll call`.
         rank: the global rank that put it there.
         text: what that rank says.
     """

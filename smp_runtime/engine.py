@@ -66,6 +66,8 @@ class Engine:
         runs: the bodies of the current step.
         is_in_step: a step has begun and not ended.
         last_report: what this rank told the others of its failure.
+        debug: the setting of that name.
+        find_cause: returns the failure of another rank that an error here follows from, if any.
     """
 
     def __init__(
@@ -104,6 +106,8 @@ class Engine:
         self.runs: list[Run] = []
         self.is_in_step = False
         self.last_report = ""
+        self.debug = False
+        self.find_cause: Callable[[Exception], Exception] = lambda error: error
         self._turns = Turns(transport, self.runs)
         self._threads = BodyThreads(clock, self.reports)
         self._current: Run | None = None
@@ -166,8 +170,10 @@ class Engine:
             results = [self._import(run) for run in self.runs]
             self._threads.restore(self.runs[-1])
         except BaseException as error:
-            self._abort(error)
-            raise
+            cause = self._abort(error)
+            if cause is error:
+                raise
+            raise cause from error
         finally:
             set_host_random_state(saved[0])
             device.set_random_state(saved[1])
@@ -437,10 +443,12 @@ class Engine:
         name = transport.name(transport.rank)
         place = locate(error, run, self.plan, transport.rank, name, step, self.module_names)
         self.last_report = report(error, place)
-        transport.fail(self.last_report, getattr(error, "rank", None))
+        transport.fail(self.last_report)
         error.add_note(place)
 
-    def _abort(self, error: BaseException) -> None:
-        """Tells the other ranks, then unwinds the suspended bodies."""
-        self.fail(error)
+    def _abort(self, error: BaseException) -> BaseException:
+        """Tells the other ranks, then unwinds the suspended bodies; returns what to raise."""
+        cause = self.find_cause(error) if isinstance(error, Exception) else error
+        self.fail(cause)
         self._threads.abandon(self.runs)
+        return cause

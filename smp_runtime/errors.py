@@ -52,6 +52,10 @@ class PeerError(SMPError):
         return type(self), (str(self), self.rank, self.is_told)
 
 
+class NonFiniteLossError(SMPError, FloatingPointError):
+    """A loss is not a number, or infinite; looked for where the setting `debug` is on."""
+
+
 class WaitTimeoutError(SMPError, TimeoutError):
     """A wait for another rank took longer than the setting `timeout` allows."""
 

@@ -13,6 +13,7 @@ from types import TracebackType
 
 from .engine import Engine
 from .errors import PeerError
+from .situation import table
 from .watchdog import Watchdog
 
 _NEWS_PATIENCE = 2.0
@@ -30,7 +31,22 @@ def explained(error: Exception, watchdog: Watchdog) -> Exception:
     found = watchdog.await_failure(_NEWS_PATIENCE)
     if found is not None:
         return found
-    error.add_note(f"what every rank is doing:\n{watchdog.explain()}")
+    answers = watchdog.ask_all()
+    ended = sorted(watchdog.ended)
+    if ended:
+        return PeerError(
+            f"rank {ended[0]} ended its program {watchdog.ended[ended[0]]}, but this rank needs it "
+            f"for a collective; every rank must call the step equally often ({_line(error)})",
+            rank=ended[0],
+        )
+    silent = [rank for rank in range(watchdog.size) if rank not in answers]
+    if silent:
+        return PeerError(
+            f"rank {silent[0]} is gone without a word: it was killed or stopped, or its machine or "
+            f"the network is lost ({_line(error)})",
+            rank=silent[0],
+        )
+    error.add_note(f"what every rank is doing:\n{table(answers, watchdog.ended, watchdog.size)}")
     return error
 
 
@@ -43,7 +59,7 @@ def speak_last(engine: Engine, watchdog: Watchdog) -> None:
         cause: BaseException = error
         with suppress(Exception):  # the error itself must be printed in any case
             if isinstance(error, Exception):
-                cause = explained(error, watchdog)
+                cause = engine.find_cause(error)
             if not engine.transport.is_closed:
                 engine.fail(cause)
             print(f"smp_runtime: {_first(cause, engine)}", file=sys.stderr, flush=True)
@@ -57,6 +73,10 @@ def _first(cause: BaseException, engine: Engine) -> str:
     if isinstance(cause, PeerError) and cause.is_told:
         return f"{cause}\nrank {engine.transport.name(engine.transport.rank)} was here:"
     return engine.last_report.partition("\n")[0] or f"{cause!r}"
+
+
+def _line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _comes_from_a_collective(error: BaseException | None) -> bool:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from . import device
+from .agreement import check_settings
 from .bulletin import FAILURE, Bulletin
 from .clock import Clock
 from .config import Config, load_config
@@ -70,6 +71,9 @@ class Runtime:
                 f"{self.placement.size('dp')} replicas: set ddp to True, or start "
                 f"{config.pipeline_parallel_degree} ranks"
             )
+        board = f"{next(_boards)}"
+        settings = config.model_dump(mode="json")
+        check_settings(_get_default_store(), board, rank, world, settings, config.timeout)
         self.here: Coordinates = self.placement.coordinates(rank)
         device.use_local_device(local_rank())
         self.groups = Groups(self.placement)
@@ -91,13 +95,15 @@ class Runtime:
             recompute_ahead=config.recompute_ahead,
             recompute_ahead_modules=config.recompute_ahead_modules,
         )
-        bulletin = Bulletin(_get_default_store(), f"{next(_boards)}", rank)
+        bulletin = Bulletin(_get_default_store(), board, rank)
         self.transport.tell_world = lambda report: bulletin.post(FAILURE, report)
         self.observer = Observer(self.engine, rank)
         self.watchdog = Watchdog(
             bulletin, self.observer, world, config.timeout, self.transport.hear
         )
         self.engine.waits.explain = self.watchdog.explain
+        self.engine.find_cause = lambda error: explained(error, self.watchdog)
+        self.engine.debug = config.debug
         self.watchdog.start()
         self.model: DistributedModel | None = None
         self.early_optimizer: Optimizer | None = None
@@ -115,7 +121,7 @@ class Runtime:
         try:
             yield
         except Exception as error:
-            cause = explained(error, self.watchdog)
+            cause = self.engine.find_cause(error)
             self.engine.fail(cause)
             if cause is error:
                 raise
@@ -123,6 +129,9 @@ class Runtime:
         finally:
             self.observer.collective = ""
 
+
+_FAREWELL = 5.0
+"""Seconds that a rank waits at its end for those that still go on."""
 
 _boards = itertools.count()
 _runtime: Runtime | None = None
@@ -161,9 +170,12 @@ def _leave() -> None:
     if _runtime is None:
         return
     transport = _runtime.transport
-    _runtime.watchdog.await_failure(0.0)
+    has_failed = transport.has_raised or transport.is_closed
+    transport.leave()
+    if not has_failed:
+        _runtime.watchdog.take_leave(_FAREWELL)
     _runtime.watchdog.stop()
-    transport.close()
+    transport.close(_FAREWELL)
     if transport.failure is not None and not transport.has_raised:
         # This rank had done its part when another one failed; the job has failed all the same.
         print(f"smp_runtime: another rank failed: {transport.failure}", file=sys.stderr, flush=True)

@@ -15,6 +15,7 @@ from .paths import describe
 from .runs import Run
 
 _MOST_FRAMES = 25
+_SILENT = ("no answer", "", "stopped, killed, or its machine is lost")
 
 
 class Situation(NamedTuple):
@@ -67,6 +68,11 @@ class Observer:
         """What this rank is in; "" between steps."""
         return self.collective or (f"step {self._engine.step}" if self._engine.is_in_step else "")
 
+    @property
+    def step(self) -> int:
+        """The number of its current or last step."""
+        return self._engine.step
+
     def idle_seconds(self) -> float:
         """Returns the seconds since something last happened, as far as calls of this show."""
         engine = self._engine
@@ -106,13 +112,20 @@ class Observer:
         ]
 
 
-def table(situations: Mapping[int, Situation], size: int) -> str:
-    """Returns a table of what all ranks are doing, those that did not answer included."""
+def table(situations: Mapping[int, Situation], ended: Mapping[int, str], size: int) -> str:
+    """Returns a table of what all ranks are doing.
+
+    Args:
+        situations: of the ranks that answered.
+        ended: of those that ended their programs, when.
+        size: number of ranks.
+    """
     rows = [("rank", "pp_rank", "in", "idle", "waits for / sends")]
     for rank in range(size):
         found = situations.get(rank)
         if found is None:
-            rows.append((f"{rank}", "", "no answer", "", "stopped, killed, or its machine is lost"))
+            state = ("has ended", "", ended[rank]) if rank in ended else _SILENT
+            rows.append((f"{rank}", "", *state))
             continue
         details = [*found.waits, *[f"sends {text}" for text in found.sends]] or [""]
         activity = found.activity or f"no step (after {found.step})"

@@ -241,13 +241,8 @@ class Transport:
             self.has_raised = True
             raise self.failure
 
-    def fail(self, report: str, cause: int | None = None) -> None:
-        """Tells the other ranks why this one fails. Never raises.
-
-        Args:
-            report: what it says.
-            cause: the global rank that left and so caused it; it is told nothing.
-        """
+    def fail(self, report: str) -> None:
+        """Tells every other rank why this one fails. Never raises."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -255,19 +250,23 @@ class Transport:
             self.tell_world(report)
         if not self.peers:
             return
-        for peer in [peer for peer in self.peers if self.name(peer) != cause]:
+        for peer in self.peers:
             with suppress(Exception):  # the first failure must not be covered by this one
                 self.send(peer, Address(Topic.FAILURE, -1, -1, 0, self.rank), report)
         # A process that ends at once resets its connections, and what peers did not read is lost.
         time.sleep(0.2)
 
-    def close(self, patience: float = 5.0) -> None:
-        """Takes leave of the other ranks and waits a little for theirs."""
+    def leave(self) -> None:
+        """Takes leave of the other ranks."""
         if not self.is_closed:
             self.is_closed = True
             for peer in self.peers:
                 with suppress(Exception):  # a peer that is gone needs no goodbye
                     self.send(peer, Address(Topic.GOODBYE, -1, -1, 0, self.rank))
+
+    def close(self, patience: float = 5.0) -> None:
+        """Takes leave of the other ranks and waits a little for theirs."""
+        self.leave()
         deadline = time.monotonic() + patience
         for peer, thread in self._threads.items():
             self._stream(peer).end()

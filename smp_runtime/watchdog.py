@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from .bulletin import FAILURE, ROLL_CALL, Bulletin, News
+from .bulletin import END, FAILURE, ROLL_CALL, Bulletin, News
 from .errors import PeerError
 from .situation import Observer, Situation, table
 
@@ -38,6 +38,11 @@ class Watchdog:
         size: number of ranks of the job.
         timeout: seconds without progress after which this rank ends.
         hear: told of another rank's failure; returns whether this rank knows and deals with it.
+
+    Attributes:
+        size: number of ranks of the job.
+        failure: the first failure of another rank that was heard of.
+        ended: the ranks that have ended their programs, and when in words.
     """
 
     def __init__(
@@ -49,9 +54,10 @@ class Watchdog:
         hear: Callable[[PeerError], bool],
     ) -> None:
         self.failure: PeerError | None = None
+        self.ended: dict[int, str] = {}
         self._bulletin = bulletin
         self._observer = observer
-        self._size = size
+        self.size = size
         self._timeout = timeout
         self._hear = hear
         self._reading = threading.Lock()
@@ -87,8 +93,22 @@ class Watchdog:
             if self._has_signal:
                 signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
-    def explain(self) -> str:
-        """Asks all ranks what they are doing and returns a table, this rank's stack below."""
+    def take_leave(self, patience: float) -> None:
+        """Tells all ranks that the program of this one ends, and waits a little for theirs.
+
+        A rank that still needs this one will say so.
+        """
+        deadline = time.monotonic() + patience
+        with suppress(Exception):
+            self._bulletin.post(END, f"after step {self._observer.step}")
+            while self.failure is None and time.monotonic() < deadline:
+                self._read_news()
+                if len(self.ended) == self.size:
+                    return
+                time.sleep(_GLANCE)
+
+    def ask_all(self) -> dict[int, Situation]:
+        """Asks all ranks what they are doing; returns the answers of those that answer soon."""
         mine = self._observer.situation()
         answers = {mine.rank: mine}
         with suppress(Exception):  # the store may be gone: then this rank's own is all there is
@@ -96,9 +116,16 @@ class Watchdog:
             if time.monotonic() - heard > _SAME_CALL:
                 number = self._bulletin.post(ROLL_CALL, "")
             self._bulletin.answer(number, mine)
-            found = self._bulletin.answers(number, self._size, _ANSWER_PATIENCE)
+            found = self._bulletin.answers(number, self.size, _ANSWER_PATIENCE)
             answers |= {rank: Situation(*answer) for rank, answer in found.items()}
-        parts = [table(answers, self._size), mine.schedule, f"rank {mine.rank}, {mine.stack}"]
+        return answers
+
+    def explain(self) -> str:
+        """Returns a table of what all ranks are doing, and where this one is."""
+        answers = self.ask_all()
+        mine = answers[self._observer.rank]
+        everyone = table(answers, self.ended, self.size)
+        parts = [everyone, mine.schedule, f"rank {mine.rank}, {mine.stack}"]
         return "\n".join(part for part in parts if part)
 
     def await_failure(self, patience: float) -> PeerError | None:
@@ -136,6 +163,8 @@ class Watchdog:
                 if news.kind == ROLL_CALL:
                     self._last_call = (news.number, time.monotonic())
                     self._bulletin.answer(news.number, self._observer.situation())
+                elif news.kind == END:
+                    self.ended[news.rank] = news.text
                 elif news.kind == FAILURE:
                     self._note_failure(news)
 

@@ -204,7 +204,7 @@ def test_exit_in_the_middle() -> None:
         train(model, batch(None))
 
     outcomes = outcomes_of(2, body)
-    assert outcomes[1].exit_code == 3
+    assert outcomes[1].exit_code != 0
     assert "rank 1 ended its program" in outcomes[0].stderr_text
 
 

@@ -1,0 +1,94 @@
+"""Every fault of the table ends every rank soon, and the first line that each prints names it.
+
+The faults themselves are in `faults.py`. Ranks are forked here; launchers run the same job as a
+script. Two pipelines side by side show that a failure reaches ranks that share none with it.
+"""
+
+import re
+import signal
+from typing import NamedTuple
+
+import pytest
+
+from tests.faults import TIMEOUT, job
+from tests.worlds import RankOutcome, run_world_expecting_failure
+
+pytestmark = pytest.mark.world
+
+SECONDS = 10.0
+
+
+class Fault(NamedTuple):
+    """What the ranks must say of a fault.
+
+    Attributes:
+        first: pattern in the first line that the runtime prints, on every rank that lives.
+        anywhere: texts in the output of every rank that lives.
+        dies: the exit code of the victim where it ends without a word.
+        is_silent: nobody can see it but by waiting, so it may take the timeout.
+    """
+
+    first: str
+    anywhere: tuple[str, ...] = ()
+    dies: int | None = None
+    is_silent: bool = False
+
+
+BOOM = "ValueError: boom"
+AT = "rank 1, step 3, microbatch 0, at "
+GONE = r"rank \d, step 3.* rank 1 is gone without a word"
+TABLE = {
+    "body": Fault(rf"{AT}.*{BOOM}", (BOOM, "Traceback", "<-- here")),
+    "forward": Fault(rf"{AT}1: {BOOM}", (BOOM, "Traceback", "[1F0]")),
+    "hook": Fault(rf"{AT}1: {BOOM}", (BOOM, "Traceback", "[1F0]")),
+    "loss": Fault(rf"{AT}.*{BOOM}", (BOOM, "Traceback", "<-- here")),
+    "backward": Fault(rf"{AT}.*{BOOM}", (BOOM, "Traceback", "[1B0]")),
+    "memory": Fault(rf"{AT}1: .*OutOfMemoryError: tried to allocate", ("Traceback", "[1F0]")),
+    "loader": Fault(rf"rank 1, after step 2: {BOOM}", (BOOM, "Traceback")),
+    "optimizer": Fault(rf"rank 1, after step 3: {BOOM}", (BOOM, "Traceback")),
+    "partition": Fault(r"rank \d.*PartitionError: .*", ("PartitionError",)),
+    "config": Fault("", ("ConfigError: ranks 0 and 1", "microbatches=2 and microbatches=4")),
+    "nan": Fault(r"rank \d, step 3, microbatch 0, .*NonFiniteLossError: .* is \[nan\]"),
+    "item": Fault(r"rank \d, step 3.*PathMismatchError"),
+    "path": Fault(r"rank \d, step 3.*PathMismatchError", ("Every rank must take the same path",)),
+    "short loader": Fault(r"rank \d, .*rank \d ended its program"),
+    "once more": Fault(r"rank \d, .*rank \d ended its program"),
+    "save": Fault(r"rank \d, .*(called state_dict|state dict)"),
+    "exit": Fault(GONE, dies=7),
+    "kill": Fault(GONE, dies=-signal.SIGKILL),
+    "stop": Fault(r"rank \d, step \d", ("no answer",), dies=-9, is_silent=True),
+    "slow": Fault(r"rank \d, step 3.*2 s \(setting `timeout`\)", ("step 3",), is_silent=True),
+    "never": Fault(r"rank \d, step \d.*2 s \(setting `timeout`\)", ("no step",), is_silent=True),
+    "barrier": Fault(r"rank \d, .*2 s \(setting `timeout`\)", ("smp.barrier",), is_silent=True),
+}
+WORLDS = [
+    *[(fault, 2, 2) for fault in TABLE],
+    *[(fault, 3, 3) for fault in ("loss", "kill")],
+    *[(fault, 4, 4) for fault in ("backward", "item")],
+    *[(fault, 2, 4) for fault in ("body", "backward", "loader", "optimizer", "config", "nan")],
+    *[(fault, 2, 4) for fault in ("item", "short loader", "once more", "exit", "kill", "slow")],
+]
+
+
+def first_line(outcome: RankOutcome) -> str:
+    """Returns the first line that the runtime itself wrote."""
+    found = re.search(r"^smp_runtime: (.*)$", outcome.stderr_text, re.MULTILINE)
+    return found[1] if found else ""
+
+
+@pytest.mark.parametrize(("fault", "degree", "size"), WORLDS)
+def test_fault(fault: str, degree: int, size: int) -> None:
+    expected = TABLE[fault]
+    limit = SECONDS + (TIMEOUT if expected.is_silent else 0.0)
+    outcomes = run_world_expecting_failure(size, job, degree, fault, timeout=30.0)
+    for rank, outcome in enumerate(outcomes):
+        if rank == 1 and expected.dies is not None:
+            assert outcome.exit_code == expected.dies
+            continue
+        assert outcome.exit_code != 0, f"rank {rank} ended as if nothing had happened"
+        assert outcome.seconds < limit, f"rank {rank} took {outcome.seconds} s"
+        assert re.search(expected.first, first_line(outcome)), (
+            f"rank {rank} begins with {first_line(outcome)!r}"
+        )
+        for text in expected.anywhere:
+            assert text in outcome.stderr_text, f"rank {rank} does not say {text!r}"
