@@ -18,6 +18,7 @@ import torch.distributed as dist
 from . import errors
 from .errors import CheckpointError, PeerError, SMPError, UsageError, WaitTimeoutError
 from .runtime import current
+from .unpickling import load_data
 
 _T = TypeVar("_T")
 _POLL_SECONDS = 0.02
@@ -70,7 +71,7 @@ class RollCall:
         failure = None if mine is None else (type(mine).__name__, str(mine))
         self._post(pickle.dumps((self.call, failure, result)))
         try:
-            posts = [pickle.loads(self._store.get(key)) for key in self._wait()]
+            posts = [load_data(self._store.get(key)) for key in self._wait()]
         except SMPError:
             if mine is not None:  # worse news than that others are missing
                 raise mine from None

@@ -27,6 +27,7 @@ import torch
 from .errors import PeerError
 from .standing import Standing
 from .tensors import as_bytes, from_bytes, meta_of
+from .unpickling import load_data
 from .wire import Stream
 
 _PREFIX = struct.Struct("<IIqd")  # magic, length of head, length of body, sender's clock
@@ -336,8 +337,7 @@ class Transport:
             raise ValueError("it sent something that is no message")
         head = bytearray(head_bytes)
         stream.receive_into(memoryview(head))
-        # Sent by a rank of one's own job, which runs the same program: trusted.
-        address, content, metas = pickle.loads(head)
+        address, content, metas = load_data(head)
         body = torch.empty(body_bytes, dtype=torch.uint8)
         if body_bytes:
             stream.receive_into(body.numpy().data)

@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from .unpickling import DataUnpickler
+
 T = TypeVar("T")
 
 
@@ -157,7 +159,8 @@ def freeze(obj: Any, refer: Callable[[Any], Any]) -> bytes:
 def thaw(frozen: bytes, resolve: Callable[[Any], Any]) -> Any:
     """Rebuilds what `freeze` made; `resolve` turns each reference into an object.
 
-    The bytes come from a rank of one's own job, which runs the same program: they are trusted.
+    Raises:
+        NotSupportedError: the bytes hold more than data.
     """
     unpickler = _Unpickler(io.BytesIO(frozen))
     unpickler.resolve = resolve
@@ -171,7 +174,7 @@ class _Pickler(pickle.Pickler):
         return self.refer(obj)
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(DataUnpickler):
     resolve: Callable[[Any], Any]
 
     def persistent_load(self, pid: Any) -> Any:

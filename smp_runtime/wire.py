@@ -10,6 +10,7 @@ the network gets a word in.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import shutil
@@ -20,6 +21,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from .errors import PeerError, WaitTimeoutError
@@ -28,6 +30,7 @@ _HELLO = struct.Struct("<32sI")  # secret, rank of the caller
 _BUFFER_BYTES = 4 * 1024 * 1024
 _PATIENCE = 2.0
 _LONGEST_PATH = 90
+_NOTE_BYTES = 1024
 
 
 class _Listening(NamedTuple):
@@ -123,8 +126,7 @@ def connect(
     try:
         with socket.socket(socket.AF_UNIX) as near, socket.socket(socket.AF_INET) as far:
             mine = _listen(near, far, folder, size)
-            everyone: list[_Listening] = [mine] * size
-            dist.all_gather_object(everyone, mine, group=group)
+            everyone = _exchange(mine, size, group)
             for peer in range(rank):
                 streams[peer] = Stream(_call(everyone[peer], mine, rank, peer), peer, timeout)
             for peer in range(rank + 1, size):
@@ -134,6 +136,17 @@ def connect(
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return streams
+
+
+def _exchange(mine: _Listening, size: int, group: dist.ProcessGroup | None) -> list[_Listening]:
+    """Tells all ranks of the group where this one listens, and hears where they do."""
+    text = json.dumps([*mine[:-1], mine.secret.hex()]).encode()
+    sent = torch.zeros(_NOTE_BYTES, dtype=torch.uint8)
+    sent[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    received = [torch.empty_like(sent) for _ in range(size)]
+    dist.all_gather(received, sent, group=group)
+    notes = [json.loads(bytes(note.tolist()).rstrip(b"\0")) for note in received]
+    return [_Listening._make([*place, bytes.fromhex(secret)]) for *place, secret in notes]
 
 
 def _listen(near: socket.socket, far: socket.socket, folder: Path, size: int) -> _Listening:
