@@ -3,7 +3,7 @@
 from smp_runtime import *  # noqa: F403 - whatever the runtime offers, under SMP's module path
 from smp_runtime.hf import repair_when_imported
 
-from . import amp, core, exceptions, model, nn, not_yet, optimizers, patches, state_mod, utils
+from . import amp, core, exceptions, model, nn, optimizers, patches, state_mod, utils
 from .state_mod import state
 
 # SMP's package has a module and a decorator of this name. The decorator is what scripts mean.
@@ -11,9 +11,6 @@ from .step import step
 
 # transformers imports this package for its Trainer, whose path for it needs repairs.
 repair_when_imported()
-
-for _name, _placeholder in not_yet.placeholders():
-    globals()[_name] = _placeholder
 
 __all__ = [  # noqa: PLE0604 - and the names of the runtime
     "amp",
