@@ -7,6 +7,7 @@ added up over microbatches in float32: torch casts each one when it adds it, if 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 from .config import Config
 from .errors import NotSupportedError
+from .pending_values import recording
 from .trees import map_tensors
 
 
@@ -39,16 +41,22 @@ class Precision:
         """
         if self.dtype is None:
             return
+        # Values that are still to come are converted when they do.
+        is_delayed = any(map(recording.knows, module.parameters()))
+        with recording.active() if is_delayed else nullcontext():
+            self._convert(module, self.dtype)
+
+    def _convert(self, module: nn.Module, dtype: torch.dtype) -> None:
         for part in module.modules():
             if isinstance(part, nn.modules.batchnorm._NormBase):
                 continue
             parameters = list(part.parameters(recurse=False))
             for parameter in parameters:
                 if parameter.is_floating_point():
-                    parameter.data = parameter.data.to(self.dtype)
+                    parameter.data = parameter.data.to(dtype)
             for name, buffer in part.named_buffers(recurse=False):
                 if parameters and buffer.is_floating_point():
-                    setattr(part, name, buffer.to(self.dtype))
+                    setattr(part, name, buffer.to(dtype))
 
     def prepare_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Makes gradients of 16-bit parameters float32.

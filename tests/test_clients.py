@@ -1,6 +1,8 @@
 """Scripts in the style of SMP v1's public ones run unmodified, with the numbers of one process."""
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -87,6 +89,40 @@ def test_gpt() -> None:
         sums, wanted = results[0]["final"]["sums"], expected["final"]["sums"]
         assert sums.keys() == wanted.keys()
         close(list(sums.values()), list(wanted.values()), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--fp16", 1],
+        ["--drop", 0.1, "--logits_output", 1, "--active_microbatches", 1],
+        ["--manual_partition", 1, "--activation_checkpointing", 1, "--delayed_param", 1],
+        ["--use_distributed_transformer", 1, "--skip_tracing", 1, "--prescaled_batch", 1],
+    ],
+    ids=lambda options: str(options[0]).strip("-"),
+)
+def test_gpt_with_options(options: list[object]) -> None:
+    (expected,) = gpt(1, 1, 4, "--max_steps", 2, *options)
+    first, second = gpt(2, 1, 4, "--max_steps", 2, *options)
+    assert first["history"] == second["history"]
+    close(first["history"], expected["history"])
+
+
+def test_gpt_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    folder = ["--checkpoint_dir", tmp_path, "--save_final_full_model", 0]
+    whole = gpt(2, 1, 8, "--checkpoint_freq", 2, "--max_steps", 3, *folder)
+    for pp, dp in [(2, 1), (1, 2)]:
+        resumed = gpt(pp, dp, 8 // dp, "--load_partial", 1, "--max_steps", 3, *folder)
+        assert resumed[0]["final"]["resumed_at"] == 2
+        close(mean_over_replicas(resumed), whole[0]["history"][-1:])
+
+
+def test_the_environment_wins_over_the_script() -> None:
+    settings = json.dumps({"partitions": 2, "microbatches": 4})
+    results = run_client("class_trainer.py", 2, "--microbatches", 4, settings=settings)
+    (expected,) = run_client("class_trainer.py", 1, "--microbatches", 4)
+    close(results[0]["history"], expected["history"])
+    assert results[0]["final"]["local"] < expected["final"]["local"]
 
 
 def test_bert() -> None:
