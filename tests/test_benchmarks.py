@@ -40,7 +40,9 @@ def test_emulated_seconds_are_those_of_the_simulation(
 @pytest.mark.world
 @pytest.mark.timeout(240)
 def test_the_benchmark_compares_itself_with_the_others() -> None:
-    options = "--preset tiny --pairs 1 --steps 1 --microbatches 4 --vocabularies 64"
+    options = (
+        "--sections pipeline --preset tiny --pairs 1 --steps 1 --microbatches 4 --vocabularies 64"
+    )
     done = subprocess.run(
         [sys.executable, "examples/benchmarks", *options.split(), "--only", "this,torch 1F1B"],
         cwd=ROOT,
@@ -53,3 +55,21 @@ def test_the_benchmark_compares_itself_with_the_others() -> None:
     assert "equal losses" in done.stdout
     assert "this runtime against torch 1F1B" in done.stdout
     assert "this runtime, looped: where the time goes" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.world
+@pytest.mark.timeout(240)
+def test_replicas_are_compared_with_torchs() -> None:
+    options = "--sections few-tokens --only overlapped --preset tiny --pairs 1 --steps 1"
+    done = subprocess.run(
+        [sys.executable, "examples/benchmarks", *options.split()],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("of the reductions' time lies within the backward pass") == 2
+    assert "this runtime, never" in done.stdout

@@ -1,6 +1,7 @@
 """Compares this runtime with one process, torch's pipelining and data parallelism.
 
     python examples/benchmarks                       # all of it, about half an hour on two cores
+    python examples/benchmarks --sections replicas,few-tokens   # data parallelism only
     python examples/benchmarks --microbatches 4 --vocabularies 2048 --only 1F1B,this
 
 Every contestant trains the same GPT-2 shape with the same weights, batch and optimizer on ranks
@@ -15,11 +16,14 @@ import platform
 from dataclasses import replace
 from pathlib import Path
 
+import replicas
 import report
 import torch
 from contestants import start_all
 from rich.console import Console
 from shape import PRESETS, Shape
+
+SECTIONS = ("pipeline", *replicas.SECTIONS)
 
 
 def options() -> argparse.Namespace:
@@ -32,6 +36,9 @@ def options() -> argparse.Namespace:
     add("--vocabularies", type=numbers, default=[2048, 50257], metavar="N,N")
     add("--optimizer", choices=("adamw", "sgd"), default="adamw")
     add("--untied", action="store_true", help="head and embedding have weights of their own")
+    add(
+        "--sections", type=words, default=[*SECTIONS], metavar="NAME,NAME", help=", ".join(SECTIONS)
+    )
     add("--only", type=words, default=[], metavar="NAME,NAME", help="contestants, by part of name")
     return parser.parse_args()
 
@@ -69,7 +76,8 @@ def main() -> None:
     console = Console(width=None if Console().is_terminal else 190)
     console.print(f"{processor()}, torch {torch.__version__}, one thread per rank")
     shape = replace(PRESETS[args.preset], optimizer=args.optimizer, is_tied=not args.untied)
-    for vocabulary in args.vocabularies:
+    replicas.run(shape, args, console)
+    for vocabulary in args.vocabularies if "pipeline" in args.sections else ():
         for m in args.microbatches:
             compare(shape.with_vocabulary(vocabulary), m, args, console)
 
