@@ -100,11 +100,12 @@ def plain(subject: str, parts: int, dtype: str, momentum: bool) -> dict[str, Ten
             batch = microbatch_of(make_batch(it, parts, step), parts, index)
             x = batch["x"].to(kind) if batch["x"].is_floating_point() else batch["x"]
             loss = it.loss(lambda x: model(x).float(), {**batch, "x": x})
-            gradients = torch.autograd.grad(loss / parts, trained, allow_unused=True)
-            for parameter, gradient in zip(trained, gradients, strict=True):
-                if gradient is not None:
-                    master, mine = masters[parameter], gradient.float()
+            torch.autograd.backward(loss / parts)
+            for parameter in trained:
+                if parameter.grad is not None:
+                    master, mine = masters[parameter], parameter.grad.float()
                     master.grad = mine if master.grad is None else master.grad + mine
+                    parameter.grad = None
         optimizer.step()
         with torch.no_grad():
             for parameter, master in masters.items():
