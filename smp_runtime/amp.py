@@ -38,5 +38,7 @@ class GradScaler(torch.amp.GradScaler):
         anywhere = found.setdefault(found_inf.device, found_inf)
         for other in found.values():
             torch.maximum(anywhere, other.to(anywhere), out=anywhere)
-        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=current().groups.of("mp"))
+        runtime = current()
+        with runtime.collective("smp.GradScaler"):
+            dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=runtime.groups.of("mp"))
         return found

@@ -69,7 +69,7 @@ class DataParallel:
         self._is_accumulating = False
         self._reduces = True
         self._last_microbatch = 0
-        self._num_steps = 0
+        self._num_trainings = 0
         self._is_queued = False
         self._buffers = Buffers()
         self._reduction: Reduction | None = None
@@ -109,7 +109,7 @@ class DataParallel:
             The sum of the replicas' weights, 0 without.
         """
         self._last_microbatch = last_microbatch
-        self._num_steps += 1
+        self._num_trainings += is_training
         is_last_pass = (self._num_passes + 1) % self._passes == 0
         self._reduces = is_training and is_last_pass and not self._is_accumulating
         if self._is_joining:
@@ -124,7 +124,13 @@ class DataParallel:
             self._reduction.stop()
             return
         held = self._held()
-        self._reduction.begin(held.parameters, held.shared, self._last_microbatch, self.divisor)
+        self._reduction.begin(
+            held.parameters,
+            held.shared,
+            self._last_microbatch,
+            self.divisor,
+            step=0 if self._is_joining else self._num_trainings,
+        )
         self._buffers.note(held.buffers)
 
     def end_step(self, has_run_backward: bool) -> None:
@@ -238,7 +244,7 @@ class DataParallel:
 
     def _take_part(self) -> None:
         held = self._held()
-        if self._reduction is None or not self._num_steps:
+        if self._reduction is None or not self._num_trainings:
             raise UsageError(
                 "a replica left join() before its first step, so it does not know its part of "
                 "the model; give every replica at least one batch"

@@ -176,7 +176,8 @@ class SubstitutingOptimizer(LocalOptimizer):
                 return loss
         with self._substitutes.in_place():
             step(None)
-        self._substitutes.write_back()
+        with current().collective("optimizer.step"):
+            self._substitutes.write_back()
         return loss
 
     def _are_finite(self) -> bool:
@@ -192,7 +193,8 @@ class SubstitutingOptimizer(LocalOptimizer):
         for norm in norms:
             worst = torch.maximum(worst, norm.to(worst))  # keeps NaN
         bad = (~torch.isfinite(worst)).int()
-        dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=runtime.groups.of("mp"))
+        with runtime.collective("optimizer.step"):
+            dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=runtime.groups.of("mp"))
         return not bad.item()
 
     def _groups(self) -> list[dict[str, Any]]:

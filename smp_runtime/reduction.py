@@ -71,6 +71,7 @@ class Reduction:
         self._last_microbatch: int | None = None
         self._on_backward: Callable[[], None] | None = None
         self._divisor = float(self._size)
+        self._step = 0
         self._shared: set[int] = set()
         self._works: list[torch.futures.Future[Any]] = []
         self._had: list[list[bool]] = []
@@ -96,6 +97,7 @@ class Reduction:
         shared: Sequence[nn.Parameter],
         last_microbatch: int,
         divisor: int | None = None,
+        step: int = 0,
     ) -> None:
         """Arms the reduction for a step, before any backward pass of its last microbatch.
 
@@ -104,12 +106,14 @@ class Reduction:
             shared: those among them whose gradients are complete only after the step.
             last_microbatch: the one whose gradients complete the sums.
             divisor: what sums are divided by; the number of replicas if not given.
+            step: a number that must be the same on all replicas.
         """
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         if [id(p) for p in trained] != [id(p) for p in self._parameters]:
             self._watch(trained)
         self._shared = {id(parameter) for parameter in shared}
         self._divisor = float(divisor or self._size)
+        self._step = step
         self._counts = {}
         self._works, self._had, self.spans = [], [], []
         self._pending = [len(bucket.parameters()) for bucket in self._buckets]
@@ -130,6 +134,9 @@ class Reduction:
 
         Returns:
             The combined flags.
+
+        Raises:
+            UsageError: the replicas are in different steps, or train different parameters.
         """
         if not self._buckets and self._parameters:
             self._lay_out()
@@ -230,12 +237,23 @@ class Reduction:
         }
 
     def _combine(self, flags: Sequence[bool]) -> list[bool]:
-        """Returns for each flag whether it is true on any replica."""
+        """Returns for each flag whether it is true on any replica.
+
+        Raises:
+            UsageError: the replicas are in different steps.
+        """
         device = self._parameters[0].device if self._parameters else None
-        combined = torch.tensor(flags, dtype=torch.uint8, device=device)
-        if flags:
-            dist.all_reduce(combined, op=dist.ReduceOp.MAX, group=self._group)
-        return [bool(flag) for flag in combined.tolist()]
+        combined = torch.tensor([self._step, -self._step, *flags], dtype=torch.int32, device=device)
+        dist.all_reduce(combined, op=dist.ReduceOp.MAX, group=self._group)
+        latest, earliest, *found = combined.tolist()
+        if latest != -earliest:
+            raise UsageError(
+                f"replicas reduce gradients of different steps: one of training step {latest}, "
+                f"another one of {-earliest} (this one of {self._step}). Call model.backward in "
+                "the same steps on every replica, evaluate under torch.no_grad(), and use "
+                "model.join() where replicas have different numbers of batches"
+            )
+        return [bool(flag) for flag in found]
 
     def _collect(self, present: Sequence[bool], late: Sequence[nn.Parameter]) -> None:
         """Waits for all buckets and gives out what they hold, and what came too late for them."""

@@ -13,7 +13,7 @@ from smp_runtime.errors import UsageError
 from tests.replica_subjects import CHAIN
 from tests.subjects import WIDTH
 from tests.transparency import build
-from tests.worlds import run_world
+from tests.worlds import run_world, run_world_expecting_failure
 
 TINY = 0.0005
 TIMEOUT = 15.0
@@ -340,10 +340,10 @@ def test_replicas_that_train_different_parameters_are_told() -> None:
         model = start(m=1)
         if smp.dp_rank() == 1:
             model.get_module()[0].layer.weight.requires_grad_(False)
-        with pytest.raises(UsageError, match="replicas 0 and 1 train different parameters"):
-            train(model, batch(0))
+        train(model, batch(0))
 
-    run_world(2, body)
+    for outcome in run_world_expecting_failure(2, body):
+        assert "replicas 0 and 1 train different parameters" in outcome.stderr_text
 
 
 @pytest.mark.world
@@ -416,19 +416,14 @@ def test_join_lets_replicas_end_early(degree: int) -> None:
 
 @pytest.mark.world
 def test_join_can_tell_instead() -> None:
-    def body() -> int:
+    def body() -> None:
         model = start(m=1)
-        steps = 0
-        with (
-            pytest.raises(UsageError, match=r"replicas \[0\] have no more batches"),
-            model.join(throw_on_early_termination=True),
-        ):
+        with model.join(throw_on_early_termination=True):
             for step in range(1 + 2 * smp.dp_rank()):
                 train(model, batch(step))
-                steps += 1
-        return steps
 
-    assert run_world(2, body) == [1, 1]
+    for outcome in run_world_expecting_failure(2, body):
+        assert "replicas [0] have no more batches" in outcome.stderr_text
 
 
 @pytest.mark.world
@@ -443,3 +438,25 @@ def test_join_without_effect() -> None:
 
     for found in run_world(2, body):
         assert_close(found, mean_gradients(2.0, 0, 1))
+
+
+@pytest.mark.world
+def test_replicas_in_different_steps_are_told() -> None:
+    @smp.step
+    def sometimes(model: Any, x: Tensor, backward: bool) -> Tensor:
+        loss = model(x).square().mean()
+        if backward:
+            model.backward(loss)
+        return loss
+
+    def body() -> None:
+        model = start(m=1)
+        with torch.no_grad():  # evaluations are one's own business
+            for _ in range(smp.dp_rank()):
+                evaluate(model, batch(0))
+        train(model, batch(0))
+        for step in range(2):
+            sometimes(model, batch(0), step == 1 or smp.dp_rank() == 0)
+
+    for outcome in run_world_expecting_failure(2, body):
+        assert "one of training step 3, another one of 2" in outcome.stderr_text
