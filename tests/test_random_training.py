@@ -4,7 +4,7 @@ Each example draws how a small model is trained: degrees, schedule, microbatches
 weights, activation checkpointing, types, accumulation, sharded state. hypothesis prints the example
 that fails, and how to run it again. To look longer than CI does::
 
-    SMP_RANDOM_EXAMPLES=500 python -m pytest tests/test_random_training.py --timeout 0
+    SMP_RANDOM_EXAMPLES=500 python -m pytest tests/test_random_training.py
 """
 
 import functools
@@ -188,7 +188,7 @@ def check(training: Training) -> None:
 
 @pytest.mark.world
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(60 + 10 * EXAMPLES)
 @settings(
     max_examples=EXAMPLES,
     deadline=None,
