@@ -35,6 +35,7 @@ from .model import DistributedModel, is_tracing
 from .model_creation import delay_param_initialization, model_creation
 from .optimizer import DistributedOptimizer
 from .partial_files import load, save
+from .pretrained import from_pretrained
 from .runtime import (
     dp_rank,
     dp_size,
@@ -97,6 +98,7 @@ __all__ = [
     "dp_barrier",
     "dp_rank",
     "dp_size",
+    "from_pretrained",
     "get_dp_group",
     "get_dp_process_group",
     "get_mp_group",

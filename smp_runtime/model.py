@@ -6,6 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,9 +26,11 @@ from .partitioning import Partition, partition
 from .pending_values import forget
 from .placing import LocalPart, named_state, seed_drawing_modules, to_device
 from .precision import Precision
+from .pretrained import save_whole
 from .reduction import CommHook
 from .remote_gradients import RemoteGradients
 from .replicas import Replicas, broadcast_state
+from .roll_call import RollCall
 from .runtime import current
 from .schedule import plan
 from .seq_layers import offer_seq_layers
@@ -575,6 +578,32 @@ class DistributedModel(Wrapper):
         if self._part is None:
             return self.get_module().load_state_dict(entries, strict, assign)
         return load_into(self.get_module(), entries, strict and not same_partition_load)
+
+    def save_pretrained(
+        self, folder: str | Path, tokenizer: Any = None, max_shard_size: int | str = "5GB"
+    ) -> None:
+        """Saves a folder that `from_pretrained` of transformers loads. Every rank calls it.
+
+        Pipeline rank 0 writes, and holds one tensor at a time beside its own part.
+
+        Args:
+            folder: where to.
+            tokenizer: is saved, too, if given.
+            max_shard_size: largest size of a file, in bytes or like ``"5GB"``.
+
+        Raises:
+            CheckpointWriteError: a file can't be written.
+        """
+        roll = RollCall("model.save_pretrained")
+        save_whole(
+            roll,
+            self.get_module(),
+            self._part,
+            self._runtime,
+            Path(folder),
+            tokenizer,
+            max_shard_size,
+        )
 
     def _is_held(self, tensor: torch.Tensor) -> bool:
         return self._part is None or self._part.is_local(tensor)

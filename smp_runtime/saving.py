@@ -21,6 +21,7 @@ from . import rng
 from .checkpoint_index import Layout, find
 from .checkpoint_reader import Checkpoint, check, load_model
 from .checkpoint_writer import as_torch_file, write_checkpoint
+from .durable_files import durable_file
 from .errors import CheckpointMismatchError, UsageError
 from .local_state import collect
 from .model import DistributedModel
@@ -31,6 +32,7 @@ from .optimizer_state import (
     needed_names,
     parameter_names,
 )
+from .pretrained import USER_CONTENT, load_whole, save_whole
 from .random_state import restore_generators
 from .roll_call import RollCall
 from .runtime import Runtime, current
@@ -56,7 +58,8 @@ def save_checkpoint(
     Args:
         path: the folder of all checkpoints, on a file system that every rank sees.
         tag: the name of this checkpoint, the same on all ranks. One of the same name is replaced.
-        partial: everything that is needed to go on training, each rank writing its own part.
+        partial: everything that is needed to go on training, each rank writing its own part. Off:
+            the model alone, as a folder ``path/tag`` that transformers loads.
         model: the wrapped model; the one of the script if not given.
         optimizer: the wrapped optimizer; the one of the script if not given.
         user_content: anything that the script needs to go on: numbers, the state dicts of
@@ -85,6 +88,9 @@ def save_checkpoint(
             "None to keep all"
         )
     _check_tag(tag)
+    if not partial:
+        _save_whole(roll, Path(path), tag, model, user_content, runtime)
+        return None
     seed = runtime.config.seed if runtime.config.seed is not None else rng.initial_seed()
     state = collect(model.get_module(), model.local_part, optimizer, runtime, seed, copy=async_save)
     if roll.rank == 0:
@@ -99,6 +105,24 @@ def save_checkpoint(
         write()
         return None
     return _start(write)
+
+
+def _save_whole(
+    roll: RollCall,
+    path: Path,
+    tag: str,
+    model: DistributedModel,
+    user_content: Any,
+    runtime: Runtime,
+) -> None:
+    save_whole(roll, model.get_module(), model.local_part, runtime, path / tag)
+
+    def write_content() -> None:
+        with durable_file(path / f"{USER_CONTENT}{tag}") as file:
+            file.write(as_torch_file(user_content))
+
+    if user_content is not None:
+        roll.from_first(write_content)
 
 
 def wait_for_saves() -> None:
@@ -131,7 +155,8 @@ def resume_from_checkpoint(
     Args:
         path: the folder that was given to `save_checkpoint`.
         tag: which checkpoint; None for the one that was completed last.
-        partial: resume from what `save_checkpoint` with `partial` wrote.
+        partial: resume from what `save_checkpoint` with `partial` wrote. Off: load the model alone,
+            from a Hugging Face folder ``path`` or ``path/tag``, or a state dict ``path/tag``.
         strict: names of parameters and buffers must be those of the checkpoint. Off: what is
             in both is loaded. Shapes must fit in any case.
         load_optimizer: also load the state of the optimizer.
@@ -154,6 +179,17 @@ def resume_from_checkpoint(
     wait_for_saves()
     roll = RollCall("smp.resume_from_checkpoint")
     model = _model(None)
+    if not partial:
+        return load_whole(
+            roll,
+            model.get_module(),
+            Path(path),
+            tag,
+            strict=strict,
+            is_partitioned=model.partitioned,
+            weights_only=weights_only,
+            translate=translate_function,
+        )
     optimizer = model.attached_optimizer if load_optimizer else None
     folder = roll.from_first(lambda: find(Path(path), tag))
     opened: list[Checkpoint] = []
