@@ -19,7 +19,7 @@ import struct
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ _BUFFER_BYTES = 4 * 1024 * 1024
 _PATIENCE = 2.0
 _LONGEST_PATH = 90
 _NOTE_BYTES = 1024
+_LONGEST_SILENCE = 60.0  # of a machine, not of a rank: the kernel answers for it
 
 
 class _Listening(NamedTuple):
@@ -57,7 +58,7 @@ class Stream:
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             connection.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
         if connection.family != socket.AF_UNIX:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _watch_link(connection, timeout)
 
     def send(self, data: bytes | bytearray | memoryview) -> None:
         """Sends all of `data`; it may change as soon as this returns.
@@ -125,10 +126,13 @@ def connect(
         folder = Path(tempfile.mkdtemp(prefix="smp-", dir="/tmp"))
     try:
         with socket.socket(socket.AF_UNIX) as near, socket.socket(socket.AF_INET) as far:
-            mine = _listen(near, far, folder, size)
-            everyone = _exchange(mine, size, group)
+            mine = _listen(near, far, folder, size, _own_address(group, size))
+            notes = _exchange([*mine[:-1], mine.secret.hex()], size, group)
+            everyone = [_Listening._make([*note, bytes.fromhex(key)]) for *note, key in notes]
             for peer in range(rank):
-                streams[peer] = Stream(_call(everyone[peer], mine, rank, peer), peer, timeout)
+                streams[peer] = Stream(
+                    _call(everyone[peer], mine, rank, peer, timeout), peer, timeout
+                )
             for peer in range(rank + 1, size):
                 door = near if everyone[peer].machine == mine.machine else far
                 caller, connection = _answer(door, mine.secret, timeout)
@@ -138,35 +142,48 @@ def connect(
     return streams
 
 
-def _exchange(mine: _Listening, size: int, group: dist.ProcessGroup | None) -> list[_Listening]:
-    """Tells all ranks of the group where this one listens, and hears where they do."""
-    text = json.dumps([*mine[:-1], mine.secret.hex()]).encode()
+def _watch_link(connection: socket.socket, timeout: float) -> None:
+    """Makes a TCP connection send at once, and break when the other machine is silent too long."""
+    patience = max(4, int(min(timeout, _LONGEST_SILENCE)))
+    options = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": patience // 4, "TCP_KEEPINTVL": patience // 4}
+    options |= {"TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": patience * 1000}
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in options.items():
+        if hasattr(socket, name):  # not every system has them all
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _exchange(mine: Any, size: int, group: dist.ProcessGroup | None) -> list[Any]:
+    """Tells all ranks of the group something that JSON can hold, and returns what all say."""
+    text = json.dumps(mine).encode()
     sent = torch.zeros(_NOTE_BYTES, dtype=torch.uint8)
     sent[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     received = [torch.empty_like(sent) for _ in range(size)]
     dist.all_gather(received, sent, group=group)
-    notes = [json.loads(bytes(note.tolist()).rstrip(b"\0")) for note in received]
-    return [_Listening._make([*place, bytes.fromhex(secret)]) for *place, secret in notes]
+    return [json.loads(bytes(note.tolist()).rstrip(b"\0")) for note in received]
 
 
-def _listen(near: socket.socket, far: socket.socket, folder: Path, size: int) -> _Listening:
+def _listen(
+    near: socket.socket, far: socket.socket, folder: Path, size: int, host: str
+) -> _Listening:
     path = folder / "rank"
     near.bind(str(path))
     near.listen(size)
-    host = _own_address()
-    far.bind((host, 0))
+    far.bind((host, 0))  # the job's network only
     far.listen(size)
     port: int = far.getsockname()[1]
     return _Listening(_machine(), str(path), host, port, secrets.token_bytes(32))
 
 
-def _call(there: _Listening, mine: _Listening, rank: int, peer: int) -> socket.socket:
+def _call(
+    there: _Listening, mine: _Listening, rank: int, peer: int, timeout: float
+) -> socket.socket:
     try:
         if there.machine == mine.machine:
             connection = socket.socket(socket.AF_UNIX)
             connection.connect(there.path)
         else:
-            connection = socket.create_connection((there.host, there.port))
+            connection = socket.create_connection((there.host, there.port), timeout)
         connection.sendall(_HELLO.pack(there.secret, rank))
     except OSError as error:
         raise PeerError(f"rank {peer} at {there.host} can't be reached: {error}", peer) from error
@@ -201,18 +218,36 @@ def _machine() -> str:
     """Names the running system; equal for two processes that see the same files and sockets."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     booted = boot.read_text().strip() if boot.exists() else socket.gethostname()
-    # Containers on one machine don't share their temporary files.
+    network = Path("/proc/self/ns/net")
+    # Containers on one machine don't share their temporary files, or have networks of their own.
     place = Path(tempfile.gettempdir()).stat()
-    return f"{booted}:{place.st_dev}:{place.st_ino}"
+    net = str(network.readlink()) if network.is_symlink() else ""
+    return f"{booted}:{net}:{place.st_dev}:{place.st_ino}"
 
 
-def _own_address() -> str:
-    """Finds the address under which the machine of rank 0 sees this one."""
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+def _own_address(group: dist.ProcessGroup | None, size: int) -> str:
+    """Finds the address under which the other machines of the group see this one.
+
+    It is that of the way to MASTER_ADDR. On the master that name may stand for the machine itself
+    (Debian's /etc/hosts says 127.0.1.1); then it is that of the way to another machine.
+    """
+    machine, address = _machine(), _source_of(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    for other, reached in _exchange([machine, address], size, group):
+        if _is_loopback(address) and other != machine and not _is_loopback(reached):
+            return _source_of(reached)
+    return address
+
+
+def _source_of(target: str) -> str:
+    """Returns the address that this machine has on the way to another one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((master, 9))  # sends nothing: it only picks the route
+            probe.connect((target, 9))  # sends nothing: it only picks the route
         except OSError:
             return "127.0.0.1"
         address: str = probe.getsockname()[0]
         return address
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.")

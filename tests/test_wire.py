@@ -169,5 +169,5 @@ def test_a_rank_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
     there = wire._Listening("elsewhere", "", "127.0.0.1", port, SECRET)
     here = wire._Listening("here", str(tmp_path), "127.0.0.1", 1, SECRET)
     with pytest.raises(PeerError, match=r"rank 2 at 127\.0\.0\.1 can't be reached") as caught:
-        wire._call(there, here, 0, 2)
+        wire._call(there, here, 0, 2, 5.0)
     assert caught.value.rank == 2
