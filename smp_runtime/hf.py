@@ -31,6 +31,7 @@ import sys
 from collections.abc import Mapping
 from importlib.abc import MetaPathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from .config import ENVIRONMENT_VARIABLE, load_config
@@ -74,12 +75,27 @@ def _is_on() -> bool:
 
 def repair_when_imported() -> None:
     """Repairs the Trainer, now or when it is imported; at most once."""
-    if _TRAINER in sys.modules and hasattr(sys.modules[_TRAINER], "Trainer"):
+    module = sys.modules.get(_TRAINER)
+    if module is not None and "Trainer" in vars(module):
         from .hf_repairs import repair
 
-        repair(sys.modules[_TRAINER], sys.modules[_ARGUMENTS])
+        repair(module, sys.modules[_ARGUMENTS])
+    elif module is not None:
+        module.__class__ = _Unrepaired
     elif not any(isinstance(finder, _Watch) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Watch())
+
+
+class _Unrepaired(ModuleType):
+    """The Trainer's module while it is being imported, and imports this package on the way."""
+
+    def __getattribute__(self, name: str) -> Any:
+        """Repairs the Trainer before anybody gets it."""
+        if name == "Trainer" and name in self.__dict__:
+            module: Any = self
+            module.__class__ = ModuleType
+            repair_when_imported()
+        return ModuleType.__getattribute__(self, name)
 
 
 class _Watch(MetaPathFinder):

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from .communication import CommGroup, allgather
 from .microbatch import StepOutput
 from .runtime import current
 from .step_function import StepFunction
@@ -47,10 +47,15 @@ class TrainerStep(StepFunction):
 def train_on_batch(
     trainer: Any, model: Any, inputs: Any, num_items: torch.Tensor | int | None
 ) -> torch.Tensor:
-    """Does one forward and backward pass and returns this replica's loss."""
+    """Does one forward and backward pass and returns the loss, averaged over the replicas."""
     losses = _step(trainer, "_smp_train", _train).on_batch(model, inputs, num_items)
-    mean: torch.Tensor = losses.reduce_mean().detach()
-    return mean
+    return _mean_over_replicas(losses.reduce_mean())
+
+
+def _mean_over_replicas(loss: torch.Tensor) -> torch.Tensor:
+    mean = loss.detach().float()
+    dist.all_reduce(mean, group=current().groups.of("dp"))
+    return mean / current().placement.size("dp")
 
 
 def evaluate_batch(trainer: Any, model: Any, inputs: Any) -> Any:
@@ -64,10 +69,8 @@ def evaluate_batch(trainer: Any, model: Any, inputs: Any) -> Any:
     if not _returns_loss(trainer, inputs):
         return outputs
     is_dict = isinstance(outputs, dict)
-    losses = allgather(
-        (outputs["loss"] if is_dict else outputs[0]).reduce_mean(), CommGroup.DP_GROUP
-    )
-    loss = StepOutput([torch.stack(losses).mean()])
+    losses = outputs["loss"] if is_dict else outputs[0]
+    loss = StepOutput([_mean_over_replicas(losses.reduce_mean())])
     if is_dict:
         outputs["loss"] = loss
         return outputs
