@@ -24,6 +24,7 @@ from .engine import Engine
 from .errors import ConfigError, UsageError
 from .groups import Groups, start_distributed
 from .last_words import explained, speak_last
+from .launcher_arguments import drop_mp_parameters
 from .placement import Axis, Coordinates, Placement
 from .situation import Observer
 from .transport import Transport
@@ -152,6 +153,7 @@ def init(config: Mapping[str, Any] | str | Path | None = None) -> None:
         _log.warning("smp is initialized already. Ignoring this call of smp.init")
         return
     _show_log_lines()
+    drop_mp_parameters(sys.argv)
     _runtime = Runtime(load_config(config, os.environ))
     atexit.register(_leave)
     speak_last(_runtime.engine, _runtime.watchdog)
