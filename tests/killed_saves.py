@@ -5,6 +5,8 @@
 Every tensor of a checkpoint holds the number of its save, so that a mixture of two is seen.
 """
 
+import contextlib
+import io
 import random
 import sys
 import tempfile
@@ -100,6 +102,6 @@ def kill_and_look(path: Path, num_kills: int, seed: int) -> list[int]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         numbers = kill_and_look(Path(folder) / "saved", int(sys.argv[1]), seed=int(time.time()))
     print(f"killed {len(numbers)} times; the newest checkpoint was save {numbers}")

@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,13 @@ from tests.saving_job import Job, Layout, on_every_rank, same_everywhere
 BEFORE, AFTER = 3, 10
 COPIED = (("tied_weights", "copy"),)
 TOGETHER = (("tied_weights", "together"),)
-LAYOUTS = [Layout(2, 1, COPIED), Layout(1, 2), Layout(2, 2, TOGETHER), Layout(4, 1, COPIED)]
+SHARDED = (("shard_optimizer_state", True),)
+LAYOUTS = [
+    Layout(2, 1, COPIED),
+    Layout(1, 2, SHARDED),
+    Layout(2, 2, (*TOGETHER, *SHARDED)),
+    Layout(4, 1, COPIED),
+]
 
 pytestmark = pytest.mark.world
 
@@ -41,11 +48,18 @@ def resume_and_train(layout: Layout, path: Path, dropout: float) -> list[float]:
 @pytest.mark.parametrize("saved_at", LAYOUTS, ids=str)
 def test_any_layout_goes_on_at_any_other(saved_at: Layout, tmp_path: Path) -> None:
     expected = train_and_save(saved_at, tmp_path, dropout=0.0)
-    for resumed_at in [*LAYOUTS, Layout(1)]:
+    for resumed_at in [*LAYOUTS, Layout(2, 2), Layout(1)]:
         found = resume_and_train(resumed_at, tmp_path, dropout=0.0)
         if resumed_at == saved_at:
             assert found == expected
         assert found == pytest.approx(expected, rel=1e-5), resumed_at
+
+
+@pytest.mark.parametrize("settings", [(("bf16", True),), (("fp16", True), *SHARDED)], ids=str)
+def test_master_weights_and_the_loss_scale_go_on(settings: Any, tmp_path: Path) -> None:
+    layout = Layout(2, 2, settings)
+    expected = train_and_save(layout, tmp_path, dropout=0.0)
+    assert resume_and_train(layout, tmp_path, dropout=0.0) == expected
 
 
 @pytest.mark.parametrize("saved_at", [Layout(1), Layout(4, 1, COPIED)], ids=str)
