@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from .analysis import Slot
 from .ownership import PlacedModule
 from .tensors import TensorMeta
 
@@ -52,12 +53,19 @@ class Report(NamedTuple):
     mutated: tuple[tuple[int, bytes], ...]
     varies: bool
 
+    @property
+    def is_one_tensor(self) -> bool:
+        """Says whether a new tensor was returned and nothing else happened."""
+        _, metas, *rest = self
+        return len(metas) == 1 and self.output == Slot(0) and not any(rest)
+
 
 class Reports:
     """The reports known on this rank, by signature of the call; and what modules keep."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Report] = {}
+        self._single: dict[Any, TensorMeta] = {}
         self._seen: dict[str, dict[tuple[str, str], torch.Tensor]] = {}
         self._kept: dict[tuple[int, str], tuple[nn.Module, str]] = {}
         self._own_hooks: set[tuple[int, str, int]] = set()
@@ -72,6 +80,12 @@ class Reports:
     def learn(self, key: Any, report: Report) -> None:
         """Remembers a report."""
         self._known[key] = report
+        if report.is_one_tensor:
+            self._single[key] = report.metas[0]
+
+    def single(self, key: Any) -> TensorMeta | None:
+        """Returns the result of calls that return one new tensor and do nothing else, as most."""
+        return self._single.get(key)
 
     def look_at(self, placed: PlacedModule) -> list[tuple[str, str, torch.Tensor]]:
         """Finds tensors that a placed module's own code put into attributes since it was placed.
