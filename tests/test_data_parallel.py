@@ -17,7 +17,7 @@ from tests.worlds import run_world
 STEPS = 3
 MICROBATCHES = 2
 TINY = 0.0005  # megabytes of a bucket: many buckets even here
-SETTINGS: dict[str, Any] = {"microbatches": MICROBATCHES, "ddp": True, "timeout": 15.0}
+SETTINGS: dict[str, Any] = {"microbatches": MICROBATCHES, "ddp": True, "timeout": 30.0}
 
 
 @pytest.mark.world
@@ -151,7 +151,7 @@ def test_ranks_train_on_the_whole_batch(degree: int, num_replicas: int) -> None:
             for subject, tied in cases
         ]  # fmt: skip
 
-    results = run_world(degree * num_replicas, body)
+    results = run_world(degree * num_replicas, body, timeout=100.0)
     for index, (subject, tied) in enumerate(cases):
         check(subject, num_replicas, [by_case[index][0] for by_case in results])
         for by_case in results:
