@@ -92,7 +92,7 @@ class Bucket:
             if gradient.data_ptr() == place.data_ptr():
                 if divisor != 1:
                     place.div_(divisor)
-            elif divisor != 1 and gradient.is_floating_point():
+            elif divisor != 1:
                 torch.div(gradient, divisor, out=place)
             else:
                 place.copy_(gradient)

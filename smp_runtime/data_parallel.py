@@ -141,7 +141,8 @@ class DataParallel:
             return
         if self._reduces and (has_run_backward or self._is_joining):
             self._reduce(self._reduction)
-        self._reduction.stop()
+        else:
+            self._reduction.stop()
 
     def _reduce(self, reduction: Reduction) -> None:
         buffers = list(self._held().buffers) if self._broadcast_buffers else []

@@ -122,6 +122,7 @@ class Reduction:
     def stop(self) -> None:
         """Disarms the reduction: gradients stay this rank's own."""
         self._last_microbatch = None
+        self.spans = []
 
     def finish(self, written: Sequence[bool] = ()) -> list[bool]:
         """Launches what is left, waits, and gives the parameters their averages.

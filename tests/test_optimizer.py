@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 import smp_runtime as smp
 from smp_runtime.errors import UsageError
 from smp_runtime.optimizer import keep_local
-from tests.subjects import Subject, chain
+from tests.subjects import Subject, TiedHead, chain, token_prediction, tokens
 from tests.transparency import build, make_batch, make_optimizer, plain
 from tests.worlds import run_world
 
@@ -191,3 +191,62 @@ def test_it_has_what_scripts_of_16_bit_training_ask_of_any_optimizer(size: int) 
         return prepared, optimizer.overflow, optimizer.step_was_skipped, round(norm, 6)
 
     assert run_world(size, body) == [(True, False, False, 0.01)] * size
+
+
+# -- parameter groups of tied weights, and the variants of torch's updates ----------------------
+
+TIED = Subject("tied", TiedHead, tokens, token_prediction)
+
+
+def grouped(module: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    """Decays matrices but the embedding, which is the head too."""
+    named = dict(module.named_parameters())
+    decayed = [p for name, p in named.items() if p.dim() > 1 and name != "embedding.weight"]
+    others = [p for name, p in named.items() if p.dim() < 2 or name == "embedding.weight"]
+    return torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}],
+        lr=1e-2,
+        eps=1e-3,
+        **options,
+    )
+
+
+VARIANTS: tuple[dict[str, bool], ...] = ({"foreach": False}, {"foreach": True}, {"fused": True})
+
+
+@pytest.mark.world
+def test_copies_of_a_tied_weight_stay_in_its_group() -> None:
+    def on_ranks(options: dict[str, bool], tied: str) -> dict[str, Tensor]:
+        smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "tied_weights": tied})
+        model = smp.DistributedModel(build(TIED))
+        optimizer = smp.DistributedOptimizer(grouped(model.get_module(), **options))
+
+        @smp.step
+        def train_tied(model: Any, batch: Any) -> Tensor:
+            loss = TIED.loss(model, batch)
+            model.backward(loss)
+            return loss
+
+        for index in range(3):
+            optimizer.zero_grad()
+            train_tied(model, make_batch(TIED, 2, index))
+            optimizer.step()
+        found = {name: held.detach().clone() for name, held in model.local_named_parameters()}
+        smp.shutdown()
+        return found
+
+    model = build(TIED)
+    optimizer = grouped(model)
+    for index in range(3):
+        optimizer.zero_grad()
+        torch.autograd.backward(TIED.loss(model, make_batch(TIED, 2, index)))
+        optimizer.step()
+    expected = dict(model.named_parameters())
+    cases = [(options, tied) for options in VARIANTS for tied in ("copy", "together")]
+    for first, second in zip(*run_world(2, lambda: [on_ranks(*case) for case in cases]),
+                             strict=True):  # fmt: skip
+        for name in first.keys() & second.keys():
+            assert torch.equal(first[name], second[name])
+        for name, tensor in (*first.items(), *second.items()):
+            wanted = expected[name.replace("head.weight", "embedding.weight")]
+            torch.testing.assert_close(tensor, wanted, rtol=1e-5, atol=2e-6)
