@@ -36,6 +36,7 @@ from .schedule import plan
 from .seq_layers import offer_seq_layers
 from .shared_parameters import SharedGradients, make_equal
 from .state import full_state_dict, load_into, merged
+from .tensor_parallelism import TensorQueries
 from .trace import trace_model
 from .transport import Address, Topic
 from .wrapping import Wrapper
@@ -48,7 +49,7 @@ _log = logging.getLogger("smp_runtime")
 _Hook = Callable[[Any, Any], Any]
 
 
-class DistributedModel(Wrapper):
+class DistributedModel(Wrapper, TensorQueries):
     """Wraps a model; the one model of a script.
 
     The model is partitioned in the first step that calls it, from the sizes that this call

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 _Class = TypeVar("_Class", bound=type[nn.Module])
@@ -48,6 +49,38 @@ def tp_register_with_module(
     return_hook: Callable[..., Any] | None = None,
 ) -> None:
     """Registers a distributed form of a class; without effect at tensor degree 1."""
+
+
+class TensorQueries:
+    """What a model says of tensor parallelism, of which it has none."""
+
+    def distributed_modules(self) -> list[nn.Module]:
+        """Returns the modules that are cut over tensor ranks: none."""
+        return []
+
+    def is_distributed_parameter(self, param: torch.Tensor) -> bool:
+        """Says whether a parameter is cut over tensor ranks: no."""
+        return False
+
+    def is_distributed_buffer(self, buffer: torch.Tensor) -> bool:
+        """Says whether a buffer is cut over tensor ranks: no."""
+        return False
+
+    def is_scaled_batch_parameter(self, param: torch.Tensor) -> bool:
+        """Says whether a parameter sees the batches of all tensor ranks at once: no."""
+        return False
+
+    def is_scaled_batch_buffer(self, buffer: torch.Tensor) -> bool:
+        """Says whether a buffer sees the batches of all tensor ranks at once: no."""
+        return False
+
+    def default_reducer_named_parameters(self: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters of this rank whose gradients are averaged over the DP group."""
+        yield from self.local_named_parameters()
+
+    def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters whose gradients are averaged over the RDP group only: none."""
+        yield from ()
 
 
 def register_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
