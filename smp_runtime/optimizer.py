@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from . import device
 from .errors import NotSupportedError, UsageError
 from .loss_scale import LossScale, StaticLossScale, make_loss_scale
+from .optimizer_dicts import StateDicts
 from .optimizer_state import NamedState, parameter_names
 from .placing import LocalPart
 from .replicas import Replicas
@@ -88,6 +89,8 @@ def DistributedOptimizer(  # noqa: N802 - SMP's name
 
 def keep_local(optimizer: Optimizer, part: LocalPart) -> None:
     """Takes the parameters of other ranks out of the optimizer."""
+    if isinstance(optimizer, StateDicts):
+        optimizer.remember_groups()
     for group in optimizer.param_groups:
         group["params"] = [tensor for tensor in group["params"] if part.is_local(tensor)]
     for tensor in list(optimizer.state):
@@ -95,7 +98,7 @@ def keep_local(optimizer: Optimizer, part: LocalPart) -> None:
             del optimizer.state[tensor]
 
 
-class LocalOptimizer:
+class LocalOptimizer(StateDicts):
     """What every optimizer made here has beside torch's own.
 
     Attributes:

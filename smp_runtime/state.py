@@ -51,14 +51,17 @@ def full_state_dict(
     return gathered if rank in takers else {}
 
 
-def merged(entries: Mapping[str, Any], engine: Engine) -> dict[str, Any]:
+def merged(
+    entries: Mapping[Any, Any], engine: Engine, call: str = "load_state_dict"
+) -> dict[Any, Any]:
     """Joins the partial state dicts of the ranks of a pipeline. Every rank calls it.
 
     Args:
         entries: this rank's part: names of tensors, and other entries.
         engine: reaches the other ranks.
+        call: the function that the user called, for messages.
     """
-    rank, exchange = engine.transport.rank, engine.next_exchange("load_state_dict")
+    rank, exchange = engine.transport.rank, engine.next_exchange(call)
     tensors = {key: entry for key, entry in entries.items() if isinstance(entry, torch.Tensor)}
     others = {key: entry for key, entry in entries.items() if key not in tensors}
     content = (list(tensors), others)

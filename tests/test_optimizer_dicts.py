@@ -1,0 +1,96 @@
+"""State dicts of an optimizer over several ranks are those of a plain one."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import smp_runtime as smp
+from smp_runtime.errors import CheckpointMismatchError, NotSupportedError
+from tests.saving_job import Job, Layout, on_every_rank, same_everywhere
+
+pytestmark = pytest.mark.world
+
+SHARDED = (("shard_optimizer_state", True),)
+
+
+def facts(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Returns a state dict with lists in the place of tensors."""
+    state = {
+        number: {kind: torch.as_tensor(value).tolist() for kind, value in values.items()}
+        for number, values in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+@pytest.mark.parametrize("layout", [Layout(2), Layout(2, 2, SHARDED)], ids=str)
+def test_the_whole_state_goes_from_any_layout_to_any_other(layout: Layout) -> None:
+    def save(job: Job) -> tuple[Any, Any, list[float]]:
+        job.train(2)
+        states = copy.deepcopy((job.model.state_dict(), job.optimizer.state_dict()))
+        return *states, job.train(2)
+
+    saved = on_every_rank(layout, save, dropout=0.0)
+    model_state, optimizer_state, expected = saved[0]
+    for _, other, losses in saved:
+        assert facts(other) == facts(optimizer_state) and losses == expected
+
+    def plain(job: Job) -> None:
+        """Has the same form as torch's own."""
+        job.train(2)
+        mine = torch.optim.Optimizer.state_dict(job.optimizer)
+        for number, values in mine["state"].items():
+            assert values.keys() == optimizer_state["state"][number].keys()
+            for kind, value in values.items():
+                found = optimizer_state["state"][number][kind]
+                torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-6)
+        assert list(mine["state"]) == list(optimizer_state["state"])
+        groups = [{**group, "lr": 0, "initial_lr": 0} for group in mine["param_groups"]]
+        assert groups == [
+            {**group, "lr": 0, "initial_lr": 0} for group in optimizer_state["param_groups"]
+        ]
+
+    on_every_rank(Layout(1), plain, dropout=0.0)
+
+    def load(job: Job) -> list[float]:
+        job.model.load_state_dict(model_state)
+        job.optimizer.load_state_dict(optimizer_state)
+        job.scheduler.last_epoch = job.step = 2
+        return job.train(2)
+
+    for other in (layout, Layout(4), Layout(1)):
+        found = same_everywhere(on_every_rank(other, load, dropout=0.0, seed=8))
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_parts_are_joined() -> None:
+    def body(job: Job) -> list[float]:
+        job.train(2)
+        parts = copy.deepcopy((job.model.local_state_dict(), job.optimizer.local_state_dict()))
+        numbers = parts[1]["state"].keys()
+        assert parts[1]["_smp_is_partial"] and 0 < len(numbers) < 19
+        expected = job.train(2)
+        job.model.load_state_dict(parts[0])
+        job.optimizer.load_state_dict(parts[1])
+        job.scheduler.last_epoch = job.step = 2
+        assert job.train(2) == expected
+        return expected
+
+    same_everywhere(on_every_rank(Layout(2), body, dropout=0.0))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    def body(job: Job) -> None:
+        state = job.optimizer.state_dict()
+        with pytest.raises(CheckpointMismatchError, match="other numbers of parameters"):
+            job.optimizer.load_state_dict({**state, "param_groups": state["param_groups"][:1]})
+
+    on_every_rank(Layout(2), body)
+
+    def shards(job: Job) -> None:
+        with pytest.raises(NotSupportedError, match=r"smp\.save_checkpoint"):
+            job.optimizer.local_state_dict(gather_if_shard=False)
+
+    on_every_rank(Layout(1, 2, SHARDED), shards)
+    assert smp.is_initialized() is False
