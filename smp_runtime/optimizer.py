@@ -13,6 +13,7 @@ from torch import nn, optim
 from torch.optim import Optimizer
 
 from . import device
+from .amp import watch_grad_scalers
 from .errors import NotSupportedError, UsageError
 from .loss_scale import LossScale, StaticLossScale, make_loss_scale
 from .optimizer_dicts import StateDicts
@@ -80,6 +81,7 @@ def DistributedOptimizer(  # noqa: N802 - SMP's name
         optimizer.set_up(is_16_bit, is_sharded, scale if config.fp16 else StaticLossScale(1.0))
     else:
         optimizer.__class__ = _local(cls, LocalOptimizer)
+    watch_grad_scalers(LocalOptimizer)
     if runtime.model is not None:
         runtime.model.attach_optimizer(optimizer)
     else:

@@ -1,5 +1,7 @@
 """Models that make a reduction over replicas hard: what gets a gradient differs from run to run."""
 
+import functools
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -30,6 +32,17 @@ class Checkpointed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = checkpoint(self.run, x, use_reentrant=self.reentrant)
         return x + out
+
+
+class CheckpointedTwice(Checkpointed):
+    """A checkpointed layer used twice, next to one that is never used."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(reentrant)
+        self.unused = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x))
 
 
 class SometimesSkipped(nn.Module):
@@ -69,6 +82,27 @@ class SkipsInGlue(nn.Module):
         return self.last(x)
 
 
+def checkpointed_twice() -> nn.Module:
+    """Returns a stack with what trips those who count gradients: used twice, never, again."""
+    return nn.Sequential(linear(), CheckpointedTwice(False), CheckpointedTwice(True), linear())
+
+
+def train_only(*chosen: int) -> nn.Module:
+    """Returns a stack of which only some layers are trained."""
+    model = nn.Sequential(*[Block() for _ in range(4)], linear())
+    model.requires_grad_(False)
+    for index in chosen:
+        model[index].requires_grad_(True)
+    return model
+
+
+def frozen_tie() -> nn.Module:
+    """Returns a language model whose embedding and head are one and not trained."""
+    model = TiedHead()
+    model.embedding.weight.requires_grad_(False)
+    return model
+
+
 def frozen() -> nn.Module:
     """Returns a stack of which a part is not trained."""
     model = nn.Sequential(*[Block() for _ in range(4)], linear())
@@ -97,4 +131,8 @@ SUBJECTS = (
     Subject("skips_in_glue", SkipsInGlue),
     Subject("frozen", frozen),
     Subject("checkpointed", checkpointed),
+    Subject("checkpointed_twice", checkpointed_twice),
+    Subject("only_first", functools.partial(train_only, 0)),
+    Subject("only_last", functools.partial(train_only, 4)),
+    Subject("frozen_tie", frozen_tie, tokens, token_prediction),
 )

@@ -63,14 +63,15 @@ def by_hand(parts: int, is_double: bool) -> tuple[list[float], dict[str, Tensor]
     return scales, {name: held.detach() for name, held in model.named_parameters()}
 
 
-def on_ranks(degree: int, place: str, clips: bool, fused: bool = False) -> Any:
+def on_ranks(degree: int, place: str, clips: bool, fused: bool, torchs: bool) -> Any:
     smp.init({"pipeline_parallel_degree": degree, "microbatches": 2, "ddp": True,
               "timeout": 15.0})  # fmt: skip
     model = smp.DistributedModel(make())
     optimizer = smp.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1, fused=fused or None)
     )
-    scaler = smp.GradScaler(init_scale=256.0, growth_interval=2)
+    options: dict[str, Any] = {"init_scale": 256.0, "growth_interval": 2}
+    scaler = torch.amp.GradScaler("cpu", **options) if torchs else smp.GradScaler(**options)
 
     @smp.step
     def train(model: Any, x: Tensor, factor: Tensor) -> Tensor:
@@ -100,13 +101,14 @@ def on_ranks(degree: int, place: str, clips: bool, fused: bool = False) -> Any:
 @pytest.mark.world
 @pytest.mark.parametrize(("degree", "num_replicas"), [(1, 1), (2, 1), (2, 2)])
 def test_a_scaled_run_is_that_of_one_process(degree: int, num_replicas: int) -> None:
-    cases: list[tuple[str, bool, bool]] = [
-        ("inside", False, False),
-        ("around", True, False),
-        ("inside", False, True),
+    cases = [
+        ("inside", False, False, False),
+        ("around", True, False, False),
+        ("inside", False, True, False),
+        ("around", True, False, True),  # torch's own scaler is as right
     ]
     results = run_world(degree * num_replicas, lambda: [on_ranks(degree, *case) for case in cases])
-    for index, (_, clips, _) in enumerate(cases):
+    for index, (_, clips, *_) in enumerate(cases):
         scales, parameters = by_hand(2 * num_replicas, clips)
         assert scales == [256.0, 128.0, 128.0, 256.0]
         for by_case in results:

@@ -239,6 +239,17 @@ def test_backward_passes_per_step(degree: int) -> None:
 
 
 @pytest.mark.world
+def test_microbatches_may_be_summed() -> None:
+    def body() -> Any:
+        model = start(2, m=2, average_grads_across_microbatches=False)
+        train(model, batch(smp.dp_rank()))
+        return gradients(model)
+
+    for found in run_world(4, body):
+        assert_close(found, mean_gradients(2.0, 0, 1))
+
+
+@pytest.mark.world
 def test_torchs_hooks_compress() -> None:
     def body() -> Any:
         found = []
