@@ -293,6 +293,8 @@ class Transport:
             # The peer is gone. What it said before it went is better news than a broken pipe.
             self._threads[peer].join(1.0)
             self.check()
+            if peer in self.gone:
+                return  # it has left in peace, and needs nothing any more
             raise PeerError(
                 f"rank {self.name(peer)} is gone: nothing can be sent to it ({error})",
                 rank=self.name(peer),

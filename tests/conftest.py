@@ -2,6 +2,8 @@
 
 import os
 import random
+from collections.abc import Iterator
+from contextlib import ExitStack
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -15,6 +17,25 @@ torch.set_num_threads(1)  # `worlds.py` says why
 # A busy machine is no reason to fail, and what fails here must fail everywhere.
 settings.register_profile("here", deadline=None, derandomize=True)
 settings.load_profile("here")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the options that make ranks talk over a worse wire, see `wires.py`."""
+    parser.addoption("--wire", choices=["sockets", "ordered"], default="sockets")
+    parser.addoption("--delays", type=float, default=0.0, metavar="SECONDS")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def worse_wire(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Does what these options say."""
+    from tests import wires
+
+    with ExitStack() as stack:
+        if request.config.getoption("--wire") == "ordered":
+            stack.enter_context(wires.ordered())
+        if longest := request.config.getoption("--delays"):
+            stack.enter_context(wires.delays(longest))
+        yield
 
 
 def pytest_report_header() -> str:

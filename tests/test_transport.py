@@ -280,3 +280,12 @@ def test_the_wire_keeps_types_and_layouts_and_takes_large_messages_both_ways() -
             assert not got.requires_grad, name
             if name != "with gaps":
                 assert got.stride() == sent.stride(), name
+
+
+def test_a_rank_that_has_left_in_peace_needs_nothing_any_more() -> None:
+    first, second = pair()
+    second.close(patience=0.0)
+    await_true(lambda: 1 in first.gone)
+    for number in range(3):
+        first.send(1, data(number), None, [torch.zeros(MEGABYTE)])
+    first.check()
