@@ -161,6 +161,7 @@ class Engine:
         begun = time.perf_counter()
         self.clock.start()
         self.report = StepReport(began=begun)
+        recomputed = self.known.seconds
         try:
             if self.transport.size == 1:
                 self._run_here(lives, begun)
@@ -180,6 +181,8 @@ class Engine:
             self.report.wall = time.perf_counter() - begun
             self.report.clock = self.clock.now - self.clock.started
             self.report.compute = sum(run.body.compute_seconds for run in self.runs)
+            self.report.recomputed = self.known.seconds - recomputed
+            self.report.saved_bytes = 0 if self.known.meter is None else self.known.meter.peak
             self.max_in_flight = self._turns.max_in_flight
         return results
 
@@ -310,9 +313,11 @@ class Engine:
         run.is_before_recomputation = False
         if not self._turns.is_ready(run):
             run.has_recomputed = True
+            before = self.known.seconds
             with body.computing():
                 for recomputation in reversed(recomputations[-self._recompute_ahead_modules :]):
                     recomputation.recompute()
+            self.report.recomputed_ahead += self.known.seconds - before
 
     def receive(self, address: Address) -> Message:
         """Takes a message that is there."""
@@ -338,7 +343,7 @@ class Engine:
         body.streams.begin()
         if body.microbatch:  # go on from where the microbatch before is
             self._threads.restore(self.runs[body.microbatch - 1])
-        with body.glue:
+        with self.known.counting(), body.glue:
             result = function(*call[0], **call[1])
         body.check_caught()
         run.result, run.addresses = export(body, result, detach)

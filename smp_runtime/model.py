@@ -32,6 +32,7 @@ from .remote_gradients import RemoteGradients
 from .replicas import Replicas, broadcast_state
 from .roll_call import RollCall
 from .runtime import current
+from .saved_bytes import SavedBytes
 from .schedule import plan
 from .seq_layers import offer_seq_layers
 from .shared_parameters import SharedGradients, make_equal
@@ -119,6 +120,7 @@ class DistributedModel(Wrapper, TensorQueries):
         self._remote_gradients: RemoteGradients | None = None
         self._partition: Partition | None = None
         self._is_traced = False
+        self._counts_saved = False
         self._has_run_backward = False
         self._optimizer: Optimizer | None = runtime.early_optimizer
         self._post_partition_hooks: OrderedDict[int, _Hook] = OrderedDict()
@@ -239,6 +241,8 @@ class DistributedModel(Wrapper, TensorQueries):
                 replicas included; all the same if not given.
         """
         self._has_run_backward = False
+        tensors = (*self.local_parameters(), *self.local_buffers())
+        self._runtime.engine.known.meter = SavedBytes(tensors) if self._counts_saved else None
         is_training = torch.is_grad_enabled()
         if weights is not None and not self.average_grads_across_microbatches:
             raise UsageError(
@@ -323,6 +327,13 @@ class DistributedModel(Wrapper, TensorQueries):
         self._optimizer = optimizer
         if self._part is not None:
             keep_local(optimizer, self._part)
+
+    def count_saved_bytes(self, enabled: bool = True) -> None:
+        """Counts in later steps what is saved for backward passes: `step_report().saved_bytes`.
+
+        Parameters and buffers don't count. Counting takes time: a few percent of a step.
+        """
+        self._counts_saved = enabled
 
     def step_report(self) -> Any:
         """Returns where the time of the last step went on this rank."""

@@ -17,8 +17,10 @@ tensors is an error: fewer, of another shape or type, or a parameter at another 
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -60,12 +62,18 @@ class Known:
         habits: of each module, by identity.
         stages: those with calls that a script checkpoints as it makes them.
         meter: counts the bytes that are saved, None if nobody asks.
+        seconds: what recomputations took so far.
     """
 
     buffers: KeptBuffers = field(default_factory=dict)
     habits: dict[int, Habits] = field(default_factory=dict)
     stages: set[int] = field(default_factory=set)
     meter: SavedBytes | None = None
+    seconds: float = 0.0
+
+    def counting(self) -> AbstractContextManager[Any]:
+        """Counts what is saved inside, if somebody asks."""
+        return nullcontext() if self.meter is None else self.meter.hooks()
 
 
 class Slot:
@@ -186,6 +194,7 @@ class Recomputation:
         """
         assert self._state is not None, "recomputed twice"
         self.num_runs += 1
+        begun = time.perf_counter()
         args, kwargs = self._kept_arguments()
         self._position = 0
         try:
@@ -201,6 +210,7 @@ class Recomputation:
                 f"the recomputation of {self.path} saved {self._position} tensors for its "
                 f"backward, but its forward saved {len(self._slots)}; {_ADVICE}"
             )
+        self._known.seconds += time.perf_counter() - begun
         if self._is_complete:
             self._state = self._inputs = None
             self._arguments = ((), {})

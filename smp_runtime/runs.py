@@ -71,6 +71,7 @@ class StepReport:
         busy: bodies were running.
         recomputed: checkpointed calls were recomputed, in all.
         recomputed_ahead: the part of `recomputed` while there was nothing else to do.
+        saved_bytes: what was saved for backward passes at the peak, if that is counted.
         compute: the part of `busy` inside placed modules, operations on owned tensors and backward
             passes; the rest is glue.
         clock: the same as `wall` on the emulated clock, 0 unless `emulate_clock` is on.
@@ -83,6 +84,7 @@ class StepReport:
     busy: float = 0.0
     recomputed: float = 0.0
     recomputed_ahead: float = 0.0
+    saved_bytes: int = 0
     compute: float = 0.0
     clock: float = 0.0
     spans: list[tuple[str, float, float]] = field(default_factory=list)
