@@ -10,6 +10,7 @@ from team import Team
 
 ONE, WHOLE, TOGETHER = "one process", "one process, whole batch", "two processes at once"
 OURS, LOOPED = "this runtime", "this runtime, looped"
+CHECKPOINTED = ", checkpointed"
 TORCH, TORCH_LOOPED = "torch 1F1B", "torch Interleaved1F1B"
 
 
@@ -25,8 +26,10 @@ def start_all(shape: Shape, m: int, only: Sequence[str]) -> dict[str, Team]:
         if not only or name in (ONE, TOGETHER) or any(word in name for word in only):
             teams[name] = Team(name, job)
 
-    def start_torch(name: str, schedule: str, num_layers: list[int]) -> None:
-        options = {"schedule": schedule, "num_layers": num_layers}
+    def start_torch(
+        name: str, schedule: str, num_layers: list[int], checkpoints: bool = False
+    ) -> None:
+        options = {"schedule": schedule, "num_layers": num_layers, "checkpoints": checkpoints}
         start(name, Job("torch_pipelining", shape, m, 2, options=options))
 
     start(ONE, Job("one_process", shape, m))
@@ -37,6 +40,8 @@ def start_all(shape: Shape, m: int, only: Sequence[str]) -> dict[str, Team]:
     equal = [shape.num_layers // 2] * 2
     ours = split_of(teams.get(OURS)) or equal
     start_torch(TORCH, "1F1B", ours)
+    start(OURS + CHECKPOINTED, Job("this_runtime", shape, m, 2, options={"checkpoints": True}))
+    start_torch(TORCH + CHECKPOINTED, "1F1B", ours, checkpoints=True)
     if ours != equal:
         start_torch(f"{TORCH}, equal layers", "1F1B", equal)
     start_torch("torch GPipe", "GPipe", ours)

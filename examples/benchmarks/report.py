@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 
-from contestants import LOOPED, ONE, OURS, TOGETHER, TORCH, TORCH_LOOPED, WHOLE
+from contestants import CHECKPOINTED, LOOPED, ONE, OURS, TOGETHER, TORCH, TORCH_LOOPED, WHOLE
 from rich.console import Console
 from rich.table import Table
 from team import Step, Team
@@ -37,6 +37,7 @@ def show(teams: Teams, m: int, console: Console) -> None:
     for name in (OURS, LOOPED):
         if name in teams:
             show_breakdown(teams[name], console)
+    show_checkpointing(teams, console)
 
 
 def show_contestants(teams: Teams, m: int, console: Console) -> None:
@@ -132,6 +133,61 @@ def show_breakdown(team: Team, console: Console) -> None:
             f"{ms(lambda d: d['emulated']):.1f}",
         )
     console.print(table)
+
+
+def show_checkpointing(teams: Teams, console: Console) -> None:
+    """Shows what checkpointing every block costs in time and saves in memory."""
+    pairs = [name for name in (OURS, TORCH) if {name, name + CHECKPOINTED} <= teams.keys()]
+    if not pairs:
+        return
+    table = Table(title="every block checkpointed", title_justify="left", caption_justify="left")
+    for head in (
+        "",
+        "s/step without",
+        "with",
+        "ratio",
+        "emulated ratio",
+        "peak MiB without",
+        "with",
+    ):
+        table.add_column(head, justify="right")
+    for head in ("saved MiB without", "with", "recomputing ms", "while idle"):
+        table.add_column(head, justify="right")
+    for name in pairs:
+        before, after = teams[name], teams[name + CHECKPOINTED]
+        emulated = [middle(team, lambda step: step.emulated) for team in (before, after)]
+        table.add_row(
+            name,
+            f"{seconds(before):.3f}",
+            f"{seconds(after):.3f}",
+            f"{ratio(teams, name + CHECKPOINTED, name):.3f}",
+            f"{emulated[1] / emulated[0]:.3f}",
+            *(mebibytes(team.steps[-1].peak_bytes) for team in (before, after)),
+            *(mebibytes(of_ranks(team, "saved_bytes")) for team in (before, after)),
+            per_rank(after, "recomputed", 1000),
+            per_rank(after, "recomputed_ahead", 1000),
+        )
+    table.caption = (
+        "ratio: the median over turns next to each other; saved: counted at the peak of a step by "
+        "saved-tensor hooks\nwhile idle: the part of the recomputing that a rank did while it "
+        "waited for an output gradient"
+    )
+    console.print(table)
+
+
+def of_ranks(team: Team, key: str) -> list[float]:
+    """Returns the median of a detail on each rank; nothing where it isn't known."""
+    ranks = range(team.job.num_ranks)
+    details = [[d for turn in team.steps for d in turn.details[rank]] for rank in ranks]
+    return [median(d[key] for d in rank) for rank in details if key in rank[0]]
+
+
+def mebibytes(sizes: list[float]) -> str:
+    return " ".join(f"{size / 2**20:.0f}" for size in sizes)
+
+
+def per_rank(team: Team, key: str, scale: float) -> str:
+    return " ".join(f"{scale * value:.0f}" for value in of_ranks(team, key))
 
 
 def show_bars(teams: Teams, console: Console) -> None:

@@ -23,18 +23,24 @@ def train(model: smp.DistributedModel, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def build(job: Job) -> Trainer:
+    options = dict(job.options)
+    checkpoints = options.pop("checkpoints", False)
     smp.init(
         {
             "pipeline_parallel_degree": job.num_ranks,
             "microbatches": job.num_microbatches,
             "emulate_clock": True,  # beside the wall clock
-            **job.options,
+            **options,
         }
     )
     model = smp.DistributedModel(make_model(job.shape))
     optimizer = smp.DistributedOptimizer(make_optimizer(job.shape, model.parameters()))
     batch = make_batch(job.shape)
+    if checkpoints:
+        smp.set_activation_checkpointing(model.get_module().transformer.h)
+    model.count_saved_bytes()  # in the steps before the first turn, as it takes time
     seconds: dict[str, float] = {}
+    saved: list[int] = []
 
     def step() -> float:
         began, began_cpu = time.perf_counter(), time.thread_time()
@@ -49,12 +55,18 @@ def build(job: Job) -> Trainer:
 
     def details() -> dict[str, Any]:
         report = model.step_report()
+        if report.saved_bytes:
+            saved.append(report.saved_bytes)
+        model.count_saved_bytes(len(saved) < 2)
         return {
             **seconds,
             "wall": report.wall,
             "busy": report.busy,
             "emulated": report.clock + seconds["around"],
             "compute": report.compute,
+            "recomputed": report.recomputed,
+            "recomputed_ahead": report.recomputed_ahead,
+            "saved_bytes": saved[-1],
             "num_layers": layers_by_stage(model, job.shape.num_layers),
         }
 

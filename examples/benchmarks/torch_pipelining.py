@@ -17,6 +17,7 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
 )
+from torch.utils.checkpoint import checkpoint
 
 SCHEDULES = {
     "GPipe": ScheduleGPipe,
@@ -81,6 +82,17 @@ def make_stages(shape: Shape, num_layers: list[int], rank: int, size: int) -> di
     return stages
 
 
+class Checkpointed(nn.Module):
+    """A block with torch's own activation checkpointing."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.block, hidden, use_reentrant=False)
+
+
 class TimedStage(PipelineStage):
     """A stage that notes how much CPU time its rank has used at the end of each action."""
 
@@ -103,6 +115,9 @@ def build(job: Job) -> Trainer:
     modules = make_stages(shape, job.options["num_layers"], rank, size)
     num_stages = len(job.options["num_layers"])
     device = torch.device("cpu")
+    if job.options["checkpoints"]:
+        for module in modules.values():
+            module.blocks = nn.ModuleList(map(Checkpointed, module.blocks))
     stages = [TimedStage(m, index, num_stages, device) for index, m in modules.items()]
     parameters = [p for module in modules.values() for p in module.parameters()]
     optimizer = make_optimizer(shape, parameters)
