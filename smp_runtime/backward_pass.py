@@ -94,11 +94,13 @@ class BackwardPass:
             for root in segment.roots
             if root.user != body.rank
         ]
-        recomputations = body.take_recomputations(depth)
-        if recomputations and addresses:
+        calls = body.take_recomputations(depth)
+        if calls and not addresses and body.size > 1:
+            body.engine.known.held_path = calls[-1].path
+        elif any(call.is_pending for call in calls):
             with self._recomputing():
-                body.engine.recompute_ahead(body, depth, addresses, recomputations)
-        del recomputations
+                body.engine.recompute_ahead(body, depth, addresses, calls)
+        del calls
         body.engine.enter_backward(body, depth, addresses)
         edges = [edge for edge, _ in loss]
         gradients = [gradient for _, gradient in loss]

@@ -283,9 +283,9 @@ class Body:
         noted.append(weakref.ref(recomputation))
 
     def take_recomputations(self, depth: int) -> list[Recomputation]:
-        """Returns the checkpointed calls of a segment that its backward will recompute."""
+        """Returns the checkpointed calls of a segment, in their order; those that still matter."""
         noted = [reference() for reference in self._recomputations.pop(depth, ())]
-        return [found for found in noted if found is not None and found.is_pending]
+        return [found for found in noted if found is not None]
 
     # -- results -----------------------------------------------------------------------------
 

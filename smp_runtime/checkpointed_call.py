@@ -65,13 +65,13 @@ def call_checkpointed(
     args, kwargs = _without_caches(args, kwargs)
     body = current_body()
     known = Known() if body is None else body.engine.known
-    recomputation = Recomputation(path, run, modules, preserve_rng_state, known)
     is_inner = getattr(_thread, "is_inside", False)
+    recomputation = Recomputation(path, run, modules, preserve_rng_state, known, is_inner=is_inner)
     if body is not None and not is_inner:
         body.note_recomputation(recomputation)
     _thread.is_inside = True
     try:
-        return recomputation.forward(args, kwargs)
+        return recomputation.forward(args, kwargs, hold=not is_inner and path == known.held_path)
     finally:
         _thread.is_inside = is_inner
 

@@ -28,7 +28,13 @@ from .rng import host_random_state, set_host_random_state
 from .tensors import version_of
 from .trees import LEAF_TYPES
 
-_INTERNAL = frozenset(vars(nn.Module())) - {"training"}
+_OURS = {
+    "_smp_activation_checkpointing",
+    "_smp_checkpointed_calls",
+    "_smp_drawing_path",
+    "_smp_placed",
+}
+_INTERNAL = frozenset(vars(nn.Module())) - {"training"} | _OURS
 _HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
 
 NamedModules = Sequence[tuple[str, nn.Module]]
@@ -172,21 +178,18 @@ class _Attributes:
         for _, module, held in self.held:
             attributes = vars(module)
             if not keeps_nothing(module):
-                for name in [n for n in attributes if n not in held and not _is_ours(n)]:
+                for name in attributes.keys() - held.keys() - _INTERNAL:
                     del attributes[name]
             attributes.update(held)
         for mutable, content in self._contents:
             _refill(mutable, content)
 
 
-def _is_ours(name: str) -> bool:
-    return name in _INTERNAL or name.startswith("_smp_")
-
-
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:
     if keeps_nothing(module):
         return {"training": module.training}
-    return {name: value for name, value in vars(module).items() if not _is_ours(name)}
+    attributes = vars(module)
+    return {name: attributes[name] for name in attributes.keys() - _INTERNAL}
 
 
 def _refill(mutable: Any, content: Any) -> None:

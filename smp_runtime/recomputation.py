@@ -63,6 +63,8 @@ class Known:
         stages: those with calls that a script checkpoints as it makes them.
         meter: counts the bytes that are saved, None if nobody asks.
         seconds: what recomputations took so far.
+        held_path: what is called right before a backward that has nothing to wait for. Its
+            intermediates would be recomputed at once, so they are held; those of one call at most.
     """
 
     buffers: KeptBuffers = field(default_factory=dict)
@@ -70,6 +72,19 @@ class Known:
     stages: set[int] = field(default_factory=set)
     meter: SavedBytes | None = None
     seconds: float = 0.0
+    held_path: str = ""
+    _held: weakref.ref[Recomputation] | None = None
+
+    def hold(self, call: Recomputation) -> None:
+        """Notes the call whose intermediates are held."""
+        self._held = weakref.ref(call)
+
+    def let_go(self) -> None:
+        """Frees what is held: another call takes its place."""
+        held = None if self._held is None else self._held()
+        self._held = None
+        if held is not None:
+            held.let_go()
 
     def counting(self) -> AbstractContextManager[Any]:
         """Counts what is saved inside, if somebody asks."""
@@ -104,6 +119,7 @@ class Recomputation:
         modules: it and its submodules, the called one first.
         preserve_rng_state: whether the recomputation draws the same random numbers.
         known: what calls share.
+        is_inner: whether it is made inside another checkpointed call.
 
     Attributes:
         num_runs: how often it was recomputed.
@@ -116,6 +132,8 @@ class Recomputation:
         modules: NamedModules,
         preserve_rng_state: bool,
         known: Known,
+        *,
+        is_inner: bool = False,
     ) -> None:
         self.path = path
         self.num_runs = 0
@@ -123,6 +141,7 @@ class Recomputation:
         self._modules = modules
         self._preserve = preserve_rng_state
         self._known = known
+        self._is_inner = is_inner
         self._habits = known.habits.setdefault(id(modules[0][1]), Habits())
         self._is_held = not self._habits.is_known
         self._slots: list[weakref.ref[Slot]] = []
@@ -147,6 +166,8 @@ class Recomputation:
         Raises:
             NotSupportedError: it changed one of its inputs in place, which it did not before.
         """
+        if not self._is_inner:
+            self._known.let_go()
         arguments = (args, dict(kwargs))
         tensors = list(iter_tensors(arguments))
         self._arguments = arguments
@@ -164,7 +185,9 @@ class Recomputation:
         )
         if is_changed and not changes:
             self._note_changed_inputs()
-        elif self._is_held and not hold:
+        elif hold:
+            self._known.hold(self)
+        elif self._is_held:
             self.let_go()
         self._habits.is_known = True
         return output
@@ -193,6 +216,8 @@ class Recomputation:
             NotSupportedError: what the call changed can't be undone.
         """
         assert self._state is not None, "recomputed twice"
+        if not self._is_inner:
+            self._known.let_go()
         self.num_runs += 1
         begun = time.perf_counter()
         args, kwargs = self._kept_arguments()

@@ -196,10 +196,14 @@ def test_checkpointing_can_be_asked_and_switched_off_and_on(degree: int) -> None
         assert (count(), smp.list_activation_checkpointing()) == (local, {})
         smp.set_activation_checkpointing(blocks)
         count()  # the first checkpointed call of each is watched
-        assert (count(), smp.list_activation_checkpointing()) == (2 * local, names)
+        # What runs right before the backward, on the last rank of a pipeline, is not run again.
+        is_last = 1 < degree == smp.pp_rank() + 1
+        again = 2 * local - is_last
+        assert (count(), smp.list_activation_checkpointing()) == (again, names)
         smp.set_activation_checkpointing(blocks, strategy="contiguous")
         assert smp.list_activation_checkpointing() == {"": "contiguous"}
-        assert count() == 2 * local
+        count()
+        assert count() == (local if is_last else 2 * local)
         smp.set_activation_checkpointing(blocks, enabled=False)
         assert (count(), smp.list_activation_checkpointing()) == (local, {})
 
