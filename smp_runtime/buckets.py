@@ -133,12 +133,21 @@ class Bucket:
         return late
 
 
-def lay_out(parameters: Sequence[nn.Parameter], limit: int) -> list[Bucket]:
+def lay_out(
+    parameters: Sequence[nn.Parameter], limit: int, shared: Sequence[nn.Parameter] = ()
+) -> list[Bucket]:
     """Makes buckets of parameters in their order, each of one type and at most `limit` bytes.
 
-    A parameter above the limit has a bucket of its own.
+    What the backward pass can't hide is the last bucket, for its last gradient comes at the end.
+    So the last ones are small: an eighth, a fourth and a half of the limit.
+
+    Args:
+        parameters: in the order in which their gradients come.
+        limit: most bytes of a bucket. A parameter above it has a bucket of its own.
+        shared: parameters whose gradients come after all others, in buckets of their own.
     """
-    runs = list(_runs(parameters, limit))
+    last_first = _runs(parameters[::-1], [limit // 8, limit // 4, limit // 2, limit])
+    runs = [run[::-1] for run in last_first][::-1] + list(_runs(shared, [limit]))
     return [Bucket(index, run, index == len(runs) - 1) for index, run in enumerate(runs)]
 
 
@@ -148,16 +157,19 @@ def gradient_type(parameter: nn.Parameter) -> torch.dtype:
     return kind or parameter.dtype
 
 
-def _runs(parameters: Sequence[nn.Parameter], limit: int) -> Iterator[list[nn.Parameter]]:
+def _runs(
+    parameters: Sequence[nn.Parameter], limits: Sequence[int]
+) -> Iterator[list[nn.Parameter]]:
+    """Yields runs of parameters; the last of the limits holds for all that follow."""
     run: list[nn.Parameter] = []
-    num_bytes = 0
+    num_bytes = num_runs = 0
     for parameter in parameters:
         kind = gradient_type(parameter)
         size = parameter.numel() * kind.itemsize
         is_other = bool(run) and (kind, parameter.device) != (gradient_type(run[0]), run[0].device)
-        if run and (is_other or num_bytes + size > limit):
+        if run and (is_other or num_bytes + size > limits[min(num_runs, len(limits) - 1)]):
             yield run
-            run, num_bytes = [], 0
+            run, num_bytes, num_runs = [], 0, num_runs + 1
         run.append(parameter)
         num_bytes += size
     if run:

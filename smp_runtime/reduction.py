@@ -220,8 +220,6 @@ class Reduction:
         came = [positions[parameter] for parameter in self._counts]
         absent = set(range(len(positions))) - set(came)
         came += sorted(absent, reverse=True)
-        # Sums over stages come last, whenever their parts came.
-        came.sort(key=lambda index: id(self._parameters[index]) in self._shared)
         shapes = [(tuple(p.shape), str(p.dtype)) for p in self._parameters]
         told: list[Any] = [None] * self._size
         dist.all_gather_object(told, (shapes, came), group=self._group)
@@ -232,7 +230,10 @@ class Reduction:
                     f"{len(other)} on this rank): freeze and build the same on every replica"
                 )
         order = [self._parameters[index] for index in told[0][1]]
-        self._buckets = lay_out(order, self._bucket_bytes)
+        # Sums over stages come last, whenever their parts came.
+        own = [parameter for parameter in order if id(parameter) not in self._shared]
+        shared = [parameter for parameter in order if id(parameter) in self._shared]
+        self._buckets = lay_out(own, self._bucket_bytes, shared)
         self._bucket_of = {
             p: bucket.index() for bucket in self._buckets for p in bucket.parameters()
         }

@@ -16,10 +16,20 @@ def sizes(given: list[nn.Parameter], limit: int) -> list[list[int]]:
     return [[p.numel() for p in bucket.parameters()] for bucket in lay_out(given, limit)]
 
 
-def test_buckets_are_filled_to_their_limit_in_order() -> None:
-    assert sizes(parameters(1, 2, 3, 10, 1), 24) == [[1, 2, 3], [10], [1]]
+def test_buckets_are_filled_to_their_limit_in_order_and_the_last_ones_are_small() -> None:
+    many = parameters(*[1] * 40)
+    # Limits of 2, 4 and 8 numbers at the end, 16 before.
+    assert [len(bucket) for bucket in sizes(many, 64)] == [10, 16, 8, 4, 2]
+    assert sizes(parameters(1, 2, 30, 1, 1), 64) == [[1, 2], [30], [1, 1]]
     assert sizes(parameters(1, 2, 3, 10, 1), 10**6) == [[1, 2, 3, 10, 1]]
     assert sizes([], 24) == []
+
+
+def test_shared_parameters_have_buckets_of_their_own_at_the_end() -> None:
+    own, shared = parameters(1, 2), parameters(3, 4, 5)
+    made = lay_out(own, 28, shared)
+    assert [[p.numel() for p in bucket.parameters()] for bucket in made] == [[1], [2], [3, 4], [5]]
+    assert [bucket.index() for bucket in made] == [0, 1, 2, 3]
 
 
 def test_buckets_have_one_type() -> None:
