@@ -17,6 +17,7 @@ from .situation import table
 from .watchdog import Watchdog
 
 _NEWS_PATIENCE = 2.0
+_BACKENDS = ("gloo", "NCCL")
 
 
 def explained(error: Exception, watchdog: Watchdog) -> Exception:
@@ -84,4 +85,6 @@ def _comes_from_a_collective(error: BaseException | None) -> bool:
         return False
     frames = traceback.walk_tb(error.__traceback__)
     files = [frame.f_code.co_filename.replace("\\", "/") for frame, _ in frames]
-    return any("/torch/distributed/" in file for file in files[-3:])
+    # What was begun earlier is waited for without a frame of torch's.
+    is_late = isinstance(error, RuntimeError) and any(name in str(error) for name in _BACKENDS)
+    return is_late or any("/torch/distributed/" in file for file in files[-3:])

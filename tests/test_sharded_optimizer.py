@@ -11,7 +11,7 @@ import smp_runtime as smp
 from smp_runtime.errors import NotSupportedError
 from tests.subjects import Subject, TiedHead, chain, token_prediction, tokens
 from tests.transparency import build, make_batch, microbatch_of
-from tests.worlds import run_world
+from tests.worlds import run_world, run_world_expecting_failure
 
 CHAIN = Subject("chain", chain)
 TIED = Subject("tied", TiedHead, tokens, token_prediction)
@@ -156,3 +156,26 @@ def test_state_is_named_by_parameter_and_loaded_at_another_degree() -> None:
     for name, held in build(CHAIN).named_parameters():
         (start, length), (start_2, length_2) = first[name], second[name]
         assert (start, start_2, length + length_2) == (0, length, held.numel())
+
+
+@pytest.mark.world
+def test_a_replica_that_fails_before_the_update_is_named_by_the_others() -> None:
+    @smp.step
+    def train(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).sum()
+        model.backward(loss)
+        return loss
+
+    def body() -> None:
+        smp.init({"ddp": True, "shard_optimizer_state": True, "timeout": 30.0})
+        model = smp.DistributedModel(nn.Linear(4, 4))
+        optimizer = smp.DistributedOptimizer(adamw(model))
+        for step in range(2):
+            train(model, torch.ones(1, 4))
+            if step == 1 and smp.dp_rank() == 0:
+                raise ValueError("the loader broke")
+            optimizer.step()
+
+    for outcome in run_world_expecting_failure(2, body):
+        assert "the loader broke" in outcome.stderr_text
+        assert outcome.seconds < 20
