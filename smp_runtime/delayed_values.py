@@ -32,9 +32,13 @@ from .recorded_operations import (
     Operation,
     generator_at,
     has_storage,
+    is_cpu,
+    is_for_cpu,
     is_ref,
     is_whole,
+    ones_like,
     ref_of,
+    to_meta,
     view_of,
     written_by,
 )
@@ -64,6 +68,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._writers: dict[int, list[int]] = {}
         self._storages: dict[int, Any] = {}  # alive, so that no other one gets their addresses
         self._parameters: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._memory: Tensor | None = None
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -76,6 +81,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 yield
         finally:
             hook.remove()
+            self._memory = None
             for key, (reference, _) in list(self._parameters.items()):
                 parameter = reference()
                 if parameter is not None:
@@ -116,7 +122,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Runs an operation, or writes it down for later."""
+        """Runs an operation, or writes it down."""
         with torch._C.DisableTorchFunction():
             return self._run_or_write_down(func, args, kwargs)
 
@@ -129,13 +135,13 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         # A number is made into a tensor where it is put: `weight[0] = 1`.
         is_number = name == "scalar_tensor" and given[1]["device"].type == "meta"
-        is_factory = is_number or (name in _FACTORIES and _is_for_cpu(given[1], leaves))
+        is_factory = is_number or (name in _FACTORIES and is_for_cpu(given[1], leaves))
         if not is_delayed and not is_factory:
             return func(*given[0], **given[1])
         written = written_by(func, *given)
         if all(map(self.knows, written)):
-            meta_args, meta_kwargs = tree_map(_to_meta, given)
-            if is_factory or _is_cpu(meta_kwargs.get("device")):
+            meta_args, meta_kwargs = tree_map(to_meta, given)
+            if is_factory or is_cpu(meta_kwargs.get("device")):
                 meta_kwargs["device"] = torch.device("meta")
             try:
                 result = func(*meta_args, **meta_kwargs)
@@ -179,8 +185,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         state = None
         if torch.Tag.nondeterministic_seeded in func.tags:
             state = (given[1].get("generator") or torch.default_generator).get_state()
-            args, kwargs = tree_map(_scratch, given)
-            func(*args, **kwargs)  # for the generator's sake
+            self._draw(func, given)
         kept = tree_map(self._kept, given)
         if made and any(argument.name == "dtype" for argument in func._schema.arguments):
             kept[1]["dtype"] = made[0].dtype  # the default may be another one later
@@ -204,6 +209,22 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for key in operation.writes:
             self._writers.setdefault(key, []).append(len(self._operations))
         self._operations.append(operation)
+
+    def _draw(self, func: Any, given: Call) -> None:
+        """Draws what an operation draws, for the generator's sake."""
+        leaves = [leaf for leaf in tree_flatten(given)[0] if isinstance(leaf, Tensor)]
+        if func.overloadpacket.__name__ not in _OVERWRITING or len(leaves) != 1:
+            args, kwargs = tree_map(ones_like, given)
+            func(*args, **kwargs)
+            return
+        # In the same memory again and again: the allocator would not give it back.
+        num_bytes = leaves[0].untyped_storage().nbytes()
+        if self._memory is None or self._memory.numel() < num_bytes:
+            self._memory = None
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+        scratch = view_of(ref_of(leaves[0]), self._memory.untyped_storage())
+        args, kwargs = tree_map(lambda leaf: scratch if isinstance(leaf, Tensor) else leaf, given)
+        func(*args, **kwargs)
 
     def _kept(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -282,24 +303,3 @@ class _LooksMade(TorchFunctionMode):
         if func in _LOOKS and self._recording.knows(args[0]):
             return _LOOKS[func]
         return func(*args, **(kwargs or {}))
-
-
-def _is_cpu(device: Any) -> bool:
-    return device is not None and torch.device(device).type == "cpu"
-
-
-def _is_for_cpu(kwargs: Mapping[str, Any], leaves: Sequence[Tensor]) -> bool:
-    device = kwargs.get("device")
-    return _is_cpu(device) if device is not None else all(_is_cpu(leaf.device) for leaf in leaves)
-
-
-def _to_meta(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor) or leaf.is_meta:
-        return leaf
-    return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
-
-
-def _scratch(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor) or not leaf.is_meta:
-        return leaf
-    return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype).fill_(1)

@@ -498,6 +498,29 @@ class DistributedModel(Wrapper, TensorQueries):
         for hook in list(hooks.values()):
             hook(self, self._optimizer)
 
+    def apply(self, fn: Callable[[nn.Module], None]) -> DistributedModel:
+        """Calls a function with every module whose own parameters and buffers are on this rank."""
+        part = self._part
+
+        def if_local(module: nn.Module) -> None:
+            own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            if part is None or all(part.is_local(tensor) for tensor in own):
+                fn(module)
+
+        self.get_module().apply(if_local)
+        return self
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> None:
+        """Is for the plain model.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "resize_token_embeddings makes new parameters, which the partition and the optimizer "
+            "don't know: call it on the plain model before smp.DistributedModel"
+        )
+
     # -- the local part ----------------------------------------------------------------------
 
     def local_named_parameters(

@@ -156,11 +156,10 @@ def _tensors(shard: _Shard, parts: Parts, module: nn.Module) -> Iterator[Tensor]
     for group in shard.groups:
         made = group.convert(module, parts.get)
         for name in list(made):
-            tensor = made.pop(name)
             expected = next(names)
-            if name != expected or tuple(tensor.shape) != shard.metas[name].shape:
+            if name != expected or tuple(made[name].shape) != shard.metas[name].shape:
                 raise CheckpointError(f"{name} came out of its conversion in place of {expected}")
-            yield tensor
+            yield made.pop(name)
 
 
 def _file_names(count: int) -> list[str]:

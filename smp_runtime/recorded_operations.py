@@ -105,3 +105,28 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             found += [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
     return found
+
+
+def is_cpu(device: Any) -> bool:
+    """Says whether a device is given and is the CPU."""
+    return device is not None and torch.device(device).type == "cpu"
+
+
+def is_for_cpu(kwargs: Mapping[str, Any], leaves: Sequence[Tensor]) -> bool:
+    """Says whether an operation makes its result on the CPU."""
+    device = kwargs.get("device")
+    return is_cpu(device) if device is not None else all(is_cpu(leaf.device) for leaf in leaves)
+
+
+def to_meta(leaf: Any) -> Any:
+    """Returns a tensor without values that looks like another one; anything else as it is."""
+    if not isinstance(leaf, Tensor) or leaf.is_meta:
+        return leaf
+    return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
+
+
+def ones_like(leaf: Any) -> Any:
+    """Returns ones in the place of a tensor on meta; anything else as it is."""
+    if not isinstance(leaf, Tensor) or not leaf.is_meta:
+        return leaf
+    return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype).fill_(1)

@@ -67,6 +67,7 @@ def write_safetensors(
         for tensor in tensors:
             if tensor.numel():
                 file.write(as_bytes(tensor.detach().contiguous()).numpy().data)
+            del tensor  # before the next one is made
         return file.tell()
 
 
