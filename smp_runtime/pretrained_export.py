@@ -1,7 +1,8 @@
 """Saves a partitioned model as a Hugging Face folder, tensor by tensor.
 
-Pipeline rank 0 writes, and asks the others for one group of tensors after the other; nobody sends
-before being asked, so rank 0 never holds more than one group beside its own part.
+Pipeline rank 0 writes, and asks the others for one piece of a tensor after the other; nobody sends
+before being asked. Beside its own part rank 0 holds one piece, or, where transformers has a rule
+for converting tensors, those that are converted together.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from .pretrained_keys import Group, saving_groups
 from .safetensors_file import write_safetensors
 from .tensors import TensorMeta, meta_of
 from .transport import Address, Topic
+
+_PIECE_BYTES = 8 * 2**20
+"""Of so many bytes are the pieces in which a tensor travels."""
 
 
 class _Shard(NamedTuple):
@@ -54,11 +58,18 @@ class Parts:
 
     def get(self, name: str) -> Tensor:
         """Returns a tensor on pipeline rank 0, which asks for it."""
-        source = self._source(name)
+        return torch.cat(list(self.pieces(name))).view(self.entries[name].shape)
+
+    def pieces(self, name: str) -> Iterator[Tensor]:
+        """Yields a flat tensor in pieces on pipeline rank 0, which asks for one after the other."""
+        source, entry = self._source(name), self.entries[name]
         if source == self._rank:
-            return self.entries[name].detach()
-        self._ask(source, name)
-        return self._engine.fetch(self._address(source, self._next[source])).tensors[0]
+            yield entry.detach().reshape(-1)
+            return
+        length = max(_PIECE_BYTES // entry.element_size(), 1)
+        for start in range(0, entry.numel(), length):
+            self._ask(source, (name, start, start + length))
+            yield self._engine.fetch(self._address(source, self._next[source])).tensors[0]
 
     def end(self) -> None:
         """Lets the other ranks go; called on pipeline rank 0, also after a failure."""
@@ -70,16 +81,17 @@ class Parts:
         number = 0
         while True:
             number += 1
-            name = self._engine.fetch(self._address(0, number)).content
-            if name is None:
+            wanted = self._engine.fetch(self._address(0, number)).content
+            if wanted is None:
                 return
-            tensor = [self.entries[name].detach()]
-            self._engine.transport.send(0, self._address(self._rank, number), None, tensor)
+            name, start, stop = wanted
+            piece = [self.entries[name].detach().reshape(-1)[start:stop]]
+            self._engine.transport.send(0, self._address(self._rank, number), None, piece)
 
-    def _ask(self, source: int, name: str | None) -> None:
+    def _ask(self, source: int, wanted: tuple[str, int, int] | None) -> None:
         self._next[source] = self._next.get(source, 0) + 1
         address = self._address(0, self._next[source])
-        self._engine.transport.send(source, address, name)
+        self._engine.transport.send(source, address, wanted)
 
     def _source(self, name: str) -> int:
         return 0 if self._part is None else min(self._part.holders(name))
@@ -154,6 +166,10 @@ def _shards(
 def _tensors(shard: _Shard, parts: Parts, module: nn.Module) -> Iterator[Tensor]:
     names = iter(shard.metas)
     for group in shard.groups:
+        if group.converter is None:
+            next(names)
+            yield from parts.pieces(group.keys[0][0])
+            continue
         made = group.convert(module, parts.get)
         for name in list(made):
             expected = next(names)

@@ -51,7 +51,8 @@ def write_safetensors(
     Args:
         path: the file.
         metas: what the tensors look like, by name, in the order in which they come.
-        tensors: the tensors. Each is asked for when the one before it is written.
+        tensors: the tensors, perhaps in flat pieces. Each is asked for when the one before it is
+            written.
         metadata: strings to keep in the header.
 
     Returns:
