@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from . import device
 from .body import current_body
 from .checkpointed_call import call_checkpointed
 from .checkpointed_modules import (
@@ -27,13 +28,16 @@ from .checkpointed_modules import (
     run_in_groups,
     set_mark,
 )
+from .checkpointing_choice import choose_all
 from .errors import PartitionError, UsageError
 from .layer_groups import group_size
+from .module_tree import ModuleNode
 from .native_checkpoint import checkpointing_calls
 from .ownership import PlacedModule
-from .partition_table import in_ranges
+from .partition_table import Partition, in_ranges
 from .placed import placement_of
-from .runtime import current
+from .runtime import current, local_size
+from .seq_layers import block_list
 from .wrapping import Level, Wrapper
 
 _log = logging.getLogger("smp_runtime")
@@ -111,6 +115,11 @@ def checkpoint_sequential(
             "checkpoint(module, ...)"
         )
     group_size(strategy)
+    if strategy == "auto":
+        raise UsageError(
+            "strategy='auto' is for set_activation_checkpointing, which is called before the first "
+            "step; write 'each', 'contiguous' or 'group_N' here"
+        )
     body = current_body()
     if body is not None and body.glue.is_active and not _is_whole(sequential):
         for layer in sequential:
@@ -128,6 +137,7 @@ def set_activation_checkpointing(
     strategy: str = "each",
     *,
     enabled: bool = True,
+    memory_budget: int | None = None,
 ) -> None:
     """Makes all later calls of a module checkpointed, before or after the first step.
 
@@ -137,15 +147,25 @@ def set_activation_checkpointing(
         preserve_rng_state: whether recomputations draw the same random numbers.
         pack_args_as_tuple: accepted for SMP's sake; any argument is passed on as it is.
         strategy: of a Sequential: `each` layer for itself; `contiguous`: neighbours on one rank
-            together; `group_N`: up to N such neighbours together.
+            together; `group_N`: up to N such neighbours together. `auto`, before the first step:
+            the fewest layers with which a step fits into `memory_budget`, on each rank; of a
+            module that is no list, those of the list in it with the most parameters.
         enabled: False switches it off again.
+        memory_budget: for `auto`: bytes that a rank may use for parameters, gradients, optimizer
+            state and what is saved for backward. None: the memory of its device, on a CPU the
+            machine's divided by its ranks.
 
     Raises:
-        UsageError: there is no such strategy, or not for such a module.
+        UsageError: there is no such strategy, or not for such a module, or now.
         PartitionError: the module was placed on several ranks by hand.
     """
     module = _unwrapped(module)
     size = group_size(strategy)
+    if memory_budget is not None and strategy != "auto":
+        raise UsageError(f"memory_budget={memory_budget} is for strategy='auto': write that, too")
+    if strategy == "auto":
+        _leave_the_choice(module, preserve_rng_state, memory_budget, enabled)
+        return
     if not isinstance(module, nn.Sequential) and strategy != "each":
         what = "the layers of a ModuleList are" if isinstance(module, nn.ModuleList) else "it is"
         raise UsageError(
@@ -182,7 +202,53 @@ def list_activation_checkpointing() -> dict[str, str]:
     }
 
 
+def _leave_the_choice(
+    module: nn.Module, preserve_rng_state: bool, memory_budget: int | None, enabled: bool
+) -> None:
+    runtime = current()
+    if not isinstance(module, (nn.Sequential, nn.ModuleList)):
+        module = block_list(module)
+    if enabled and runtime.model is not None and runtime.model.is_traced:
+        raise UsageError(
+            "strategy='auto' was asked for after the first step, which had to be watched; ask for "
+            "it before, or name the modules to checkpoint"
+        )
+    for layer in module.children():
+        set_mark(layer, None)
+    runtime.choices.pop(id(module), None)
+    if not enabled:
+        return
+    budget = memory_budget or device.memory_bytes() // (
+        1 if device.has_accelerator() else local_size()
+    )
+    runtime.choices[id(module)] = (module, preserve_rng_state, budget)
+
+
 # -- called by the model ---------------------------------------------------------------------------
+
+
+def choose_modules(
+    model: nn.Module, root: ModuleNode, partition: Partition | None, in_flight: Mapping[int, int]
+) -> list[tuple[str, bool]]:
+    """Makes the choices that were left to this package.
+
+    Returns:
+        The paths of the chosen modules, and whether their random numbers are drawn again.
+    """
+    paths = {id(module): path for path, module in model.named_modules()}
+    found: list[tuple[str, bool]] = []
+    for module, preserve_rng_state, budget in current().choices.values():
+        names = [paths[id(layer)] for layer in module.children() if id(layer) in paths]
+        for choice in choose_all(root, partition, in_flight, names, budget):
+            _log.info("%s", choice)
+            found += [(path, preserve_rng_state) for path in choice.paths]
+    return found
+
+
+def mark_chosen(model: nn.Module, chosen: Iterable[tuple[str, bool]]) -> None:
+    """Marks the chosen modules, on every rank."""
+    for path, preserve_rng_state in chosen:
+        set_mark(model.get_submodule(path), Mark("each", preserve_rng_state))
 
 
 def check_all_marks(model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -60,6 +61,13 @@ def seed_generators(seed: int) -> None:
 def bookmark() -> int:
     """Returns the seed that the CPU's generator got last; part of its state."""
     return torch.default_generator.initial_seed()
+
+
+def memory_bytes() -> int:
+    """Returns the memory of the device on which this rank computes; on a CPU the machine's."""
+    if has_accelerator():
+        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def synchronize() -> None:

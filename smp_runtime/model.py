@@ -15,7 +15,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from . import device
-from .activation_checkpointing import assignment_lines, check_all_marks
+from .activation_checkpointing import (
+    assignment_lines,
+    check_all_marks,
+    choose_modules,
+    mark_chosen,
+)
 from .body import current_body
 from .checkpointed_call import switched_off
 from .data_parallel import DataParallel, Held
@@ -156,6 +161,11 @@ class DistributedModel(Wrapper, TensorQueries):
         return self._part is not None or self._runtime.placement.size("pp") == 1
 
     @property
+    def is_traced(self) -> bool:
+        """Whether the first step has watched the model."""
+        return self._part is not None or self._is_traced
+
+    @property
     def partition(self) -> Partition | None:
         """Which rank holds what, once the model is partitioned over several."""
         return self._partition
@@ -179,6 +189,8 @@ class DistributedModel(Wrapper, TensorQueries):
                 with body.glue.suspended(), torch.inference_mode(False):
                     trace = _trace(self.get_module(), args, kwargs)
                     seed_drawing_modules(self.get_module(), trace.drawing_modules)
+                    chosen = choose_modules(self.get_module(), trace.root, None, {0: 1})
+                    mark_chosen(self.get_module(), chosen)
                     self._run_hooks(self._post_partition_hooks)
             with body.glue.suspended():
                 return self.get_module()(*args, **kwargs)
@@ -427,6 +439,7 @@ class DistributedModel(Wrapper, TensorQueries):
         seed_drawing_modules(self.get_module(), drawing)
         self._partition = made
         self._part = LocalPart(self.get_module(), made, rank, engine.ownership, engine.reports)
+        mark_chosen(self.get_module(), told[2])
         check_all_marks(self.get_module())
         if dist.get_rank() == 0:
             lines = assignment_lines(self.get_module())
@@ -444,10 +457,16 @@ class DistributedModel(Wrapper, TensorQueries):
         self._run_hooks(self._post_partition_hooks)
         engine.set_stages(made.rank_of)
 
-    def _plan(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, list[str]]:
-        """Returns the partition as text, and the paths of the modules that draw."""
+    def _plan(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[str, list[str], list[tuple[str, bool]]]:
+        """Returns the partition as text, and which modules draw and are to be checkpointed."""
         trace = _trace(self.get_module(), args, kwargs, self._trace_execution_times)
-        return self._divide(trace.root).to_json(), sorted(trace.drawing_modules)
+        made = self._divide(trace.root)
+        in_flight = self._num_in_flight(len(made.rank_of))
+        held = {stage: in_flight(stage) for stage in range(len(made.rank_of))}
+        chosen = choose_modules(self.get_module(), trace.root, made, held)
+        return made.to_json(), sorted(trace.drawing_modules), chosen
 
     def _divide(self, root: Any) -> Partition:
         config = self._runtime.config

@@ -87,6 +87,7 @@ class ModuleNode:
         own_parameters: parameters and persistent buffers that it holds directly.
         own_costs: what it computes itself, without its children.
         output_bytes: bytes of its result.
+        input_bytes: bytes of the largest tensor among its arguments.
         children: its child modules, in the order in which they were registered.
         is_closed: whether a call of it uses nothing outside its subtree, and nothing inside is
             called from outside. Only then can it be placed as a whole.
@@ -103,6 +104,7 @@ class ModuleNode:
     own_parameters: tuple[ParameterFact, ...] = ()
     own_costs: tuple[OwnCost, ...] = ()
     output_bytes: int = 0
+    input_bytes: int = 0
     children: tuple[ModuleNode, ...] = ()
     is_closed: bool = True
     is_repeated_container: bool = False

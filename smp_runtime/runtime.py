@@ -53,6 +53,8 @@ class Runtime:
         model: the one `DistributedModel`, once there is one.
         early_optimizer: an optimizer that was wrapped before the model.
         manual: partitions that the user gave to modules, by identity, with the modules.
+        choices: lists of modules among which this package chooses those to checkpoint, by identity;
+            with whether random numbers are drawn again, and the bytes that a rank may use.
         has_warned_manual: the user was told that manual placement has no effect.
     """
 
@@ -110,6 +112,7 @@ class Runtime:
         self.early_optimizer: Optimizer | None = None
         self.manual: dict[int, tuple[Any, int]] = {}
         self.has_warned_manual = False
+        self.choices: dict[int, tuple[Any, bool, int]] = {}
 
     @contextmanager
     def collective(self, name: str) -> Iterator[None]:

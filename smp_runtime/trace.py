@@ -242,6 +242,7 @@ def _tree(model: nn.Module, record: Record, uses: Mapping[int, int | None]) -> M
             own_parameters=tuple(_facts(module, groups, uses)),
             own_costs=tuple(record.costs.get(path, {}).values()),
             output_bytes=record.output_bytes.get(path, 0),
+            input_bytes=record.input_bytes.get(path, 0),
             children=tuple(children),
             is_closed=path not in record.open_modules,
             is_repeated_container=isinstance(module, (nn.ModuleList, nn.Sequential)),
