@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from smp_runtime.config import Config
 from smp_runtime.errors import ConfigError
 from smp_runtime.partitioning import Partition, partition
+from smp_runtime.precision import Precision
 from smp_runtime.trace import trace_model
 
 from .overview import chain_plan
@@ -67,6 +68,9 @@ def model_partition(
     config: Config, model: PreTrainedModel, samples: int, sequence_length: int
 ) -> Partition:
     """Traces a model with one microbatch of token ids that are their own labels."""
+    precision = Precision(config)
+    precision.convert(model)
+    precision.prepare_gradients(model.parameters())
     tokens = torch.zeros(samples, sequence_length, dtype=torch.long, device="meta")
     trace = trace_model(model, (), {"input_ids": tokens, "labels": tokens})
     return partition(

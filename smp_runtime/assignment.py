@@ -208,8 +208,8 @@ def _share(
         num_trainable=_elements(trained),
         num_buffers=sum(fact.is_buffer for fact in facts.values()),
         parameter_bytes=_bytes(facts),
-        gradient_bytes=_bytes(trained),
-        optimizer_bytes=2 * _bytes(trained),
+        gradient_bytes=sum(fact.gradient_bytes for fact in trained.values()),
+        optimizer_bytes=sum(fact.optimizer_bytes for fact in trained.values()),
         activation_bytes=sum(charges[path].activation_bytes * active[path] for path in own),
         cost=sum(charges[path].compute for path in own) * scale,
     )

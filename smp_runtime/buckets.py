@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .errors import NotSupportedError
+from .tensors import gradient_type
 
 
 class Bucket:
@@ -149,12 +150,6 @@ def lay_out(
     last_first = _runs(parameters[::-1], [limit // 8, limit // 4, limit // 2, limit])
     runs = [run[::-1] for run in last_first][::-1] + list(_runs(shared, [limit]))
     return [Bucket(index, run, index == len(runs) - 1) for index, run in enumerate(runs)]
-
-
-def gradient_type(parameter: nn.Parameter) -> torch.dtype:
-    """Returns the type of a parameter's gradient, which may be wider than its own."""
-    kind: torch.dtype | None = getattr(parameter, "grad_dtype", None)
-    return kind or parameter.dtype
 
 
 def _runs(

@@ -103,6 +103,7 @@ class DistributedModel(Wrapper, TensorQueries):
             )
         precision = Precision(runtime.config)
         precision.convert(module)
+        precision.prepare_gradients(module.parameters())
         super().__init__(module, self._call_module)
         offer_seq_layers(module)
         self._precision = precision

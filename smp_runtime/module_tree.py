@@ -10,9 +10,6 @@ from dataclasses import dataclass
 
 __all__ = ["ModuleNode", "OwnCost", "ParameterFact", "ancestors", "is_below", "join_path"]
 
-TRAINABLE_COPIES = 4
-"""What a trainable parameter takes of its own size: itself, its gradient and two Adam moments."""
-
 
 def join_path(path: str, name: str) -> str:
     """Returns the dotted path of `name` inside the module at `path` (``""`` is the root)."""
@@ -42,6 +39,7 @@ class ParameterFact:
         requires_grad: whether it is trained.
         is_buffer: whether it is a persistent buffer.
         first_use: number of module calls before it is first used; None where unknown.
+        summed_bytes: size of its gradient, where that has another type than the tensor.
     """
 
     name: str
@@ -51,11 +49,24 @@ class ParameterFact:
     requires_grad: bool = True
     is_buffer: bool = False
     first_use: int | None = None
+    summed_bytes: int | None = None
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of its gradient, 0 if it is not trained."""
+        if not self.requires_grad:
+            return 0
+        return self.bytes if self.summed_bytes is None else self.summed_bytes
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of Adam's two moments, and of the master of what is narrower than its gradient."""
+        return self.gradient_bytes * (3 if self.gradient_bytes > self.bytes else 2)
 
     @property
     def state_bytes(self) -> int:
         """Bytes held while training: with gradient and Adam state where it is trained."""
-        return self.bytes * (TRAINABLE_COPIES if self.requires_grad else 1)
+        return self.bytes + self.gradient_bytes + self.optimizer_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,3 +127,9 @@ def _dense_strides(shape: list[int]) -> list[int]:
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * max(shape[dim + 1], 1)
     return strides
+
+
+def gradient_type(tensor: torch.Tensor) -> torch.dtype:
+    """Returns the type of a parameter's gradient, which may be wider than its own."""
+    kind: torch.dtype | None = getattr(tensor, "grad_dtype", None)
+    return kind or tensor.dtype

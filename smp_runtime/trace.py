@@ -26,6 +26,7 @@ from .model_state import ModelState, values_kept
 from .module_tree import ModuleNode, ParameterFact, join_path
 from .op_cost import ACCELERATOR, CPU, Machine
 from .rng import host_random_state, seed_host, set_host_random_state
+from .tensors import gradient_type
 from .trees import iter_tensors, map_tensors
 
 __all__ = ["Trace", "trace_model"]
@@ -272,7 +273,14 @@ def _facts(
                 requires_grad=tensor.requires_grad,
                 is_buffer=name in persistent,
                 first_use=uses.get(id(tensor)),
+                summed_bytes=_summed_bytes(tensor),
             )
+
+
+def _summed_bytes(tensor: torch.Tensor) -> int | None:
+    """Returns the size of a parameter's gradient where that is wider than the parameter."""
+    kind = gradient_type(tensor)
+    return None if kind == tensor.dtype else tensor.numel() * kind.itemsize
 
 
 def _is_callable(module: nn.Module) -> bool:

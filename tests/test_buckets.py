@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smp_runtime.buckets import Bucket, gradient_type, lay_out
+from smp_runtime.buckets import Bucket, lay_out
 from smp_runtime.errors import NotSupportedError
+from smp_runtime.tensors import gradient_type
 
 
 def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:

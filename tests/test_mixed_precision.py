@@ -12,7 +12,9 @@ from torch.optim.lr_scheduler import StepLR
 import smp_runtime as smp
 from smp_runtime.config import Config
 from smp_runtime.errors import ConfigError
+from smp_runtime.partitioning import partition
 from smp_runtime.precision import Precision
+from smp_runtime.trace import trace_model
 from tests.subjects import WIDTH, Block, Subject, TiedHead, chain, token_prediction, tokens
 from tests.transparency import build, make_batch, microbatch_of
 from tests.worlds import run_world
@@ -77,6 +79,19 @@ def test_gradients_of_microbatches_add_up_in_float32() -> None:
         assert parameter.grad is not None
         assert parameter.grad.item() == expected
         assert parameter.grad.dtype == (torch.float32 if setting else torch.bfloat16)
+
+
+def test_the_plan_counts_sums_and_masters() -> None:
+    found = []
+    for settings in ({}, {"bf16": True}):
+        module = nn.Linear(10, 10, bias=False)
+        precision = Precision(Config(**settings))
+        precision.convert(module)
+        precision.prepare_gradients(module.parameters())
+        trace = trace_model(module, (torch.ones(1, 10, dtype=precision.dtype),), {})
+        share = partition(trace.root, 1).ranks[0]
+        found.append((share.parameter_bytes, share.gradient_bytes, share.optimizer_bytes))
+    assert found == [(400, 400, 800), (200, 400, 1200)]
 
 
 # -- against a hand-written reference -----------------------------------------------------------
