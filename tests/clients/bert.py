@@ -124,9 +124,9 @@ def main():
     no_decay = ["bias", "gamma", "beta", "LayerNorm"]
     named = list(model.named_parameters())
     groups = [
-        {"params": [p for n, p in named if not any(nd in n for nd in no_decay)],
+        {"params": [p for n, p in named if not any(kind in n for kind in no_decay)],
          "weight_decay": 0.01},
-        {"params": [p for n, p in named if any(nd in n for nd in no_decay)], "weight_decay": 0.0},
+        {"params": [p for n, p in named if any(kind in n for kind in no_decay)], "weight_decay": 0.0},
     ]  # fmt: skip
     optimizer = smp.DistributedOptimizer(FusedLAMB(groups, lr=args.learning_rate))
     scheduler = PolyWarmUpScheduler(optimizer, warmup=0.3, total_steps=10)
