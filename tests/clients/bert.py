@@ -126,7 +126,8 @@ def main():
     groups = [
         {"params": [p for n, p in named if not any(kind in n for kind in no_decay)],
          "weight_decay": 0.01},
-        {"params": [p for n, p in named if any(kind in n for kind in no_decay)], "weight_decay": 0.0},
+        {"params": [p for n, p in named if any(kind in n for kind in no_decay)],
+         "weight_decay": 0.0},
     ]  # fmt: skip
     optimizer = smp.DistributedOptimizer(FusedLAMB(groups, lr=args.learning_rate))
     scheduler = PolyWarmUpScheduler(optimizer, warmup=0.3, total_steps=10)
