@@ -23,74 +23,10 @@ from torch.jit import _builtins
 
 import smp_runtime as smp_runtime  # before anything is replaced: it tells torch's functions apart
 
+from .cuda_names import CUDA_PACKAGES, FACTORIES, METHODS, TENSOR_TYPES, WITHOUT_EFFECT
 from .cuda_stand_ins import Autocast, Context, CudaAutocast, Event, Scaler, Stream
 
 CPU = torch.device("cpu")
-
-# Functions that make a tensor on the device that is named by an argument.
-FACTORIES = [
-    "arange",
-    "as_tensor",
-    "bartlett_window",
-    "blackman_window",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "eye",
-    "full",
-    "full_like",
-    "hamming_window",
-    "hann_window",
-    "kaiser_window",
-    "linspace",
-    "logspace",
-    "normal",
-    "ones",
-    "ones_like",
-    "rand",
-    "rand_like",
-    "randint",
-    "randint_like",
-    "randn",
-    "randn_like",
-    "randperm",
-    "scalar_tensor",
-    "sparse_coo_tensor",
-    "tensor",
-    "tril_indices",
-    "triu_indices",
-    "zeros",
-    "zeros_like",
-]
-METHODS = ["to", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "type"]
-TENSOR_TYPES = [
-    "Bool",
-    "Byte",
-    "Char",
-    "Double",
-    "Float",
-    "Half",
-    "Int",
-    "Long",
-    "Short",
-    "BFloat16",
-]
-
-# Packages that consist of CUDA kernels.
-CUDA_PACKAGES = frozenset(
-    [
-        "amp_C",
-        "apex",
-        "apex_C",
-        "bitsandbytes",
-        "cupy",
-        "fast_attention",
-        "flash_attn",
-        "fused_layer_norm_cuda",
-        "transformer_engine",
-        "xformers",
-    ]
-)
 
 
 def redirected(value: Any) -> Any:
@@ -197,25 +133,12 @@ def _replace_cuda() -> None:
         answers[f"max_{name}"] = lambda device=None: peak_memory()
     # A seed for CUDA only changes nothing: draws come from the generator that torch.manual_seed
     # seeds, as weights and data of this process do.
-    for name in [
-        "init",
-        "synchronize",
-        "empty_cache",
-        "ipc_collect",
-        "reset_peak_memory_stats",
-        "set_stream",
-        "reset_max_memory_allocated",
-        "reset_max_memory_cached",
-        "reset_accumulated_memory_stats",
-        "manual_seed",
-        "manual_seed_all",
-        "seed",
-        "seed_all",
-        "set_per_process_memory_fraction",
-    ]:
+    for name in WITHOUT_EFFECT:
         answers[name] = nothing
     for name, answer in answers.items():
-        setattr(cuda, name, answer)
+        for module in (cuda, cuda.memory, cuda.random):  # scripts name these modules, too
+            if module is cuda or hasattr(module, name):
+                setattr(module, name, answer)
     for name in TENSOR_TYPES:
         setattr(cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
     for name in ("range_push", "range_pop", "mark"):

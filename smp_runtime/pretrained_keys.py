@@ -10,6 +10,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -125,9 +126,14 @@ def saving_groups(module: nn.Module, entries: Mapping[str, Any]) -> list[Group]:
 
 
 def _rules(module: nn.Module, *, is_loading: bool) -> tuple[list[Any], list[Any]] | None:
-    """Returns transformers' rules for renaming and for converting; None for other models."""
+    """Returns transformers' rules for renaming and for converting; None for other models.
+
+    transformers 4 has none either: its files have the names of its models.
+    """
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(module, transformers.PreTrainedModel):
+        return None
+    if find_spec("transformers.conversion_mapping") is None:
         return None
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming

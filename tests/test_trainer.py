@@ -24,22 +24,27 @@ OLD = Path(os.environ.get("TRANSFORMERS_4", CHECKOUT / ".venv" / "transformers_4
 pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
-def run(folder: Path, ranks: int, *arguments: object, old: bool = False) -> None:
-    """Starts the example, on so many ranks that torchrun starts, or as a plain script for none."""
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0"]
-    if ranks:
-        launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+def start(command: list[str], old: bool = False) -> None:
+    """Runs Python with these arguments, in the checkout."""
     paths = [*([str(OLD)] if old else []), str(CHECKOUT)]
     paths += [path for path in os.environ.get("PYTHONPATH", "").split(":") if path]
     done = subprocess.run(
-        [sys.executable, *(launcher if ranks else []), str(EXAMPLE), "--output", str(folder)]
-        + [str(argument) for argument in arguments],
+        [sys.executable, *command],
+        cwd=CHECKOUT,
         env={**os.environ, "PYTHONPATH": ":".join(paths), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-6000:]
+
+
+def run(folder: Path, ranks: int, *arguments: str, old: bool = False) -> None:
+    """Starts the example, on so many ranks that torchrun starts, or as a plain script for none."""
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    script = [str(EXAMPLE), "--output", str(folder), *arguments]
+    start([*(torchrun if ranks else []), *script], old)
 
 
 def history(folder: Path) -> list[dict[str, float]]:
@@ -88,5 +93,26 @@ def test_a_pipeline_trains_evaluates_saves_and_resumes(
 
 
 def test_a_pipeline_with_two_replicas(old: bool, plain: Path, tmp_path: Path) -> None:
+    if old:
+        pytest.skip("takes long, and the path through transformers is the one of the test above")
     run(tmp_path, 4, old=old)
+    check_equal(history(tmp_path), history(plain))
+
+
+def test_a_script_that_knows_sagemaker_only(old: bool, plain: Path, tmp_path: Path) -> None:
+    """A script without a call of this project, for CUDA."""
+    if old:
+        pytest.skip("takes long, and nothing in it depends on the version")
+    text = EXAMPLE.read_text()
+    call = text[
+        text.index("    if not line.plain:") : text.index("    from transformers import Tr")
+    ]
+    text = text.replace(call, "").replace("import smp_runtime.hf\n", "")
+    assert "smp" not in text.partition("import argparse")[2]
+    script, config = EXAMPLE.parent / "text_data.py", tmp_path / "config.yaml"
+    shutil.copy(script, tmp_path)
+    (tmp_path / "train.py").write_text(text)
+    config.write_text("partitions: 2\nmicrobatches: 4\nddp: true\n")
+    launcher = ["-m", "launch", "--sagemaker", "--emulate-cuda", "--ranks", "4", str(config)]
+    start([*launcher, str(tmp_path / "train.py"), "--output", str(tmp_path)])
     check_equal(history(tmp_path), history(plain))
