@@ -91,10 +91,12 @@ def test_a_member_of_a_model(row: Row) -> None:
 def test_a_member_of_an_optimizer(row: Row) -> None:
     member = row.name.partition(".")[2]
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    annotations = SubstitutingOptimizer.__annotations__
     has_it = hasattr(optimizer, member) or hasattr(LocalOptimizer, member)
-    assert has_it is (row.status == "supported")
-    if row.status == "differs":
-        assert member in {*dir(SubstitutingOptimizer), *SubstitutingOptimizer.__annotations__}
+    if row.status == "differs":  # perhaps there in 16-bit training only
+        assert has_it or member in {*dir(SubstitutingOptimizer), *annotations}
+    else:
+        assert has_it is (row.status == "supported")
 
 
 @pytest.mark.parametrize("row", names("StepOutput."), ids=lambda row: row.name)
