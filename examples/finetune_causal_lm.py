@@ -21,7 +21,7 @@ import textwrap
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,7 @@ class Settings(BaseModel, extra="forbid", frozen=True):
     sequence_length: int = Field(128, ge=2)  # tokens per sequence
     learning_rate: PositiveFloat = 1e-4  # of AdamW, the same in every step
     max_grad_norm: PositiveFloat = 1.0  # gradients are scaled down to this global norm
+    activation_checkpointing: Literal["off", "each", "auto"] = "off"  # which blocks recompute
     held_out_sequences: PositiveInt = 32  # about how many of the last tenth the loss is measured on
     prompt: str = ""  # what the samples continue; empty: the beginning of the held-out text
     sample_tokens: NonNegativeInt = 40  # how many tokens a sample adds; 0: no samples
@@ -239,6 +240,9 @@ def finetune(settings: Settings, resume: bool) -> bool:
         before = continuation(plain, tokenizer, prompt, settings.sample_tokens)
 
     model = smp.DistributedModel(plain)
+    if settings.activation_checkpointing != "off":
+        blocks = model.module.module.module.transformer.seq_layers
+        smp.set_activation_checkpointing(blocks, strategy=settings.activation_checkpointing)
     optimizer = smp.DistributedOptimizer(
         torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
     )

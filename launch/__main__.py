@@ -51,6 +51,7 @@ class CommandLine:
     meeting: processes.Meeting
     is_sagemaker: bool
     emulates_cuda: bool
+    recomputes: bool
     shows_plan: bool
     model: str
     sequence_length: int
@@ -70,6 +71,7 @@ def options(program: str) -> argparse.ArgumentParser:
     add("--sagemaker", action="store_true", help="set the variables of a SageMaker SMP job")
     add("--emulate-cuda", action="store_true", help="run a script for CUDA devices on the CPU")
     add("--dry-run", action="store_true", help="print the placement and draw the schedule")
+    add("--recompute", action="store_true", help="draw it with activation checkpointing")
     add("--plan", action="store_true", help="print a model's partition and memory, by rank")
     add("--model", default="", metavar="NAME_OR_PATH", help="of the model that --plan divides")
     add("--sequence-length", type=int, default=128, metavar="N", help="default: 128")
@@ -98,6 +100,7 @@ def parse(arguments: Sequence[str], program: str) -> CommandLine:
         meeting=processes.Meeting(found.nodes, found.rendezvous, found.job),
         is_sagemaker=found.sagemaker,
         emulates_cuda=found.emulate_cuda,
+        recomputes=found.recompute,
         shows_plan=found.plan,
         model=found.model,
         sequence_length=found.sequence_length,
@@ -114,7 +117,8 @@ def show(line: CommandLine) -> str:
 
         return model_plan(config, line.model, line.sequence_length, line.batch)
     ranks = line.ranks or config.pipeline_parallel_degree
-    return overview.dry_run(config, ranks * line.meeting.num_nodes)
+    num_ranks = ranks * line.meeting.num_nodes
+    return overview.dry_run(config, num_ranks, recomputes=line.recomputes)
 
 
 def start(line: CommandLine) -> int:

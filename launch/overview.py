@@ -5,22 +5,30 @@ from smp_runtime.placement import Placement
 from smp_runtime.schedule import Plan, draw, plan, starts
 
 
-def dry_run(config: Config, num_ranks: int) -> str:
+def dry_run(config: Config, num_ranks: int, *, recomputes: bool = False) -> str:
     """Returns the placement and the drawn schedule of a config.
 
     Without a model there is no partition: one stage for each rank and round is assumed.
+
+    Args:
+        config: the settings.
+        num_ranks: of the whole job.
+        recomputes: draw a step in which every stage has checkpointed modules.
     """
-    step = chain_plan(config)
+    step = chain_plan(config, recomputes=recomputes)
     return "\n\n".join((placement_text(config, num_ranks), schedule_text(config, step)))
 
 
-def chain_plan(config: Config) -> Plan:
+def chain_plan(config: Config, *, recomputes: bool = False) -> Plan:
     """Plans one step of stages that go over the pipeline ranks in order, as often as configured."""
+    rank_of = tuple(range(config.pipeline_parallel_degree)) * config.stages_per_rank
     return plan(
-        tuple(range(config.pipeline_parallel_degree)) * config.stages_per_rank,
+        rank_of,
         config.microbatches,
         active=config.resolved_active_microbatches,
         policy=config.pipeline,
+        recomputed=range(len(rank_of)) if recomputes else (),
+        recompute_ahead=config.recompute_ahead,
     )
 
 
