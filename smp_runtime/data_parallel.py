@@ -42,6 +42,7 @@ class DataParallel:
     Args:
         replicas: they.
         held: returns what this rank holds.
+        share_state: gives all replicas the optimizer's state of one of them.
         bucket_bytes: most bytes of gradients that one all-reduce takes.
         is_overlapped: reduce during the backward pass.
         as_views: gradients are views of the buckets.
@@ -53,6 +54,7 @@ class DataParallel:
         self,
         replicas: Replicas,
         held: Callable[[], Held],
+        share_state: Callable[[int], None],
         *,
         bucket_bytes: int,
         is_overlapped: bool,
@@ -62,6 +64,7 @@ class DataParallel:
     ) -> None:
         self.replicas = replicas
         self._held = held
+        self._share_state = share_state
         self._is_overlapped = is_overlapped
         self._broadcast_buffers = broadcast_buffers
         self._passes = passes
@@ -70,6 +73,7 @@ class DataParallel:
         self._reduces = True
         self._last_microbatch = 0
         self._num_trainings = 0
+        self._has_begun = False
         self._is_queued = False
         self._buffers = Buffers()
         self._reduction: Reduction | None = None
@@ -109,7 +113,9 @@ class DataParallel:
             The sum of the replicas' weights, 0 without.
         """
         self._last_microbatch = last_microbatch
-        self._num_trainings += is_training
+        self._has_begun = True
+        # In a join the numbers of steps differ, and must not count afterwards.
+        self._num_trainings += is_training and not self._is_joining
         is_last_pass = (self._num_passes + 1) % self._passes == 0
         self._reduces = is_training and is_last_pass and not self._is_accumulating
         if self._is_joining:
@@ -216,6 +222,7 @@ class DataParallel:
             self._follow()
         finally:
             self._is_joining = self._divides_by_present = self._is_strict = False
+            self._num_passes = 0
             self._present = list(range(self.replicas.size))
 
     def _tell(self, what: int, weight: float = 0.0) -> tuple[list[int], float]:
@@ -239,13 +246,14 @@ class DataParallel:
             if _REDUCES in told:
                 self._take_part()
         if len(self._present) < self.replicas.size:
-            # Who left early has old parameters.
-            held = self._held()
-            self.replicas.broadcast([*held.parameters, *held.buffers], self._present[0])
+            # Who left early has old parameters, and would go on from old averages of gradients.
+            held, source = self._held(), self._present[0]
+            self.replicas.broadcast([*held.parameters, *held.buffers], source)
+            self._share_state(source)
 
     def _take_part(self) -> None:
         held = self._held()
-        if self._reduction is None or not self._num_trainings:
+        if self._reduction is None or not self._has_begun:
             raise UsageError(
                 "a replica left join() before its first step, so it does not know its part of "
                 "the model; give every replica at least one batch"

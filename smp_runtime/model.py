@@ -27,6 +27,7 @@ from .data_parallel import DataParallel, Held
 from .errors import NotSupportedError, UsageError
 from .norms import clip_gradients, watch_clip_grad_norm
 from .optimizer import LocalOptimizer, keep_local
+from .optimizer_state import NamesItsState, load_local_state, local_state, parameter_names
 from .partitioning import Partition, partition
 from .pending_values import forget
 from .placing import LocalPart, named_state, seed_drawing_modules, to_device
@@ -114,6 +115,7 @@ class DistributedModel(Wrapper, TensorQueries):
         self.data_parallel = DataParallel(
             Replicas(runtime),
             self._held,
+            self._share_optimizer_state,
             bucket_bytes=int(bucket_cap_mb * 1024 * 1024),
             is_overlapped=overlapping_allreduce,
             as_views=gradient_as_bucket_view,
@@ -335,6 +337,24 @@ class DistributedModel(Wrapper, TensorQueries):
             list(self.local_buffers()),
         )
 
+    def _share_optimizer_state(self, source: int) -> None:
+        """Gives all replicas the state that the optimizer has on one of them."""
+        optimizer, replicas = self._optimizer, self.data_parallel.replicas
+        if optimizer is None:
+            return
+        names = parameter_names(self.get_module())
+        state, scaler = replicas.agree(
+            lambda: (
+                local_state(optimizer, names),
+                optimizer.loss_scaler_state() if isinstance(optimizer, NamesItsState) else {},
+            ),
+            source,
+        )
+        if replicas.rank != source:
+            load_local_state(optimizer, state, names)
+            if isinstance(optimizer, NamesItsState):
+                optimizer.load_loss_scaler_state(scaler)
+
     def attach_optimizer(self, optimizer: Optimizer) -> None:
         """Called by `DistributedOptimizer`; the optimizer will hold this rank's parameters."""
         self._optimizer = optimizer
@@ -395,8 +415,8 @@ class DistributedModel(Wrapper, TensorQueries):
         """Lets replicas take different numbers of steps inside, at least one each.
 
         A replica that leaves early takes part in what the others reduce, with gradients of zero.
-        At the end all have the parameters of those that left last. Ranks of one pipeline must
-        take equally many steps.
+        At the end all have the parameters, and the state of the optimizer, of those that left
+        last. Ranks of one pipeline must take equally many steps.
 
         Args:
             divide_by_initial_world_size: average over all replicas, or over those still present.

@@ -28,25 +28,27 @@ class Replicas:
         self.group = runtime.groups.replicas
         self._ranks = runtime.placement.group("dp", dist.get_rank())
 
-    def agree(self, make: Callable[[], Any]) -> Any:
-        """Returns what the first replica makes, on all of them."""
-        made = [make() if self.rank == 0 else None]
+    def agree(self, make: Callable[[], Any], source: int = 0) -> Any:
+        """Returns what one of the replicas makes, on all of them."""
+        made = [make() if self.rank == source else None]
         if self.group is not None:
-            dist.broadcast_object_list(made, self._ranks[0], group=self.group)
+            dist.broadcast_object_list(made, self._ranks[source], group=self.group)
         return made[0]
 
     def broadcast(self, tensors: Iterable[torch.Tensor], source: int = 0) -> None:
         """Gives every replica the values that the tensors have on one of them."""
         if self.group is None:
             return
+        given = [tensor for tensor in tensors if not tensor.is_meta]
         works = [
             dist.broadcast(tensor.data, self._ranks[source], group=self.group, async_op=True)
-            for tensor in tensors
-            if not tensor.is_meta
+            for tensor in given
         ]
-        for work in works:
+        for work, tensor in zip(works, given, strict=True):
             assert work is not None
             work.wait()
+            if self.rank != source:
+                torch.autograd.graph.increment_version(tensor)  # masters follow what has a new one
 
     def add_up(self, numbers: Sequence[float]) -> list[float]:
         """Returns the sums of the replicas' numbers, which are those of few digits: exact."""

@@ -426,6 +426,31 @@ def test_join_lets_replicas_end_early(degree: int) -> None:
 
 
 @pytest.mark.world
+@pytest.mark.parametrize("setting", ["ddp", "bf16"])
+def test_replicas_go_on_as_one_after_a_join(setting: str) -> None:
+    def body() -> Any:
+        smp.init({"ddp": True, "timeout": TIMEOUT, setting: True})
+        model = smp.DistributedModel(build(CHAIN), bucket_cap_mb=TINY)
+        optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+
+        def step(seed: int) -> None:
+            optimizer.zero_grad()
+            train(model, batch(seed))
+            optimizer.step()
+
+        with model.join():
+            for seed in range(1 + 2 * smp.dp_rank()):
+                step(seed)
+        after_join = [p.tolist() for p in model.parameters()]
+        step(7 + smp.dp_rank())
+        return after_join, [p.tolist() for p in model.parameters()]
+
+    first, second = run_world(2, body)
+    assert first == second
+    assert first[0] != first[1]
+
+
+@pytest.mark.world
 def test_join_can_tell_instead() -> None:
     def body() -> None:
         model = start(m=1)
