@@ -208,10 +208,8 @@ def save(
     model: smp.DistributedModel, tokenizer: Any, folder: Path, held_out: dict[str, Any]
 ) -> None:
     """Saves a plain Hugging Face folder, and beside it what `check_saved_model.py` compares."""
-    state = model.state_dict(gather_to_rank0=True)  # every rank sends its part to rank 0
+    model.save_pretrained(folder, tokenizer)  # every rank sends its part to rank 0
     if smp.rank() == 0:
-        model.get_module().save_pretrained(folder, state_dict=state)
-        tokenizer.save_pretrained(folder)
         (folder / "held_out.json").write_text(json.dumps(held_out))
 
 

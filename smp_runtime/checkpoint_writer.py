@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import shutil
 import time
 import uuid
@@ -34,6 +35,8 @@ from .placement import Coordinates
 from .roll_call import RollCall
 from .safetensors_file import write_safetensors
 from .tensors import meta_of
+
+_log = logging.getLogger("smp_runtime")
 
 
 class Written(NamedTuple):
@@ -202,6 +205,13 @@ def as_torch_file(content: Any) -> bytes:
             f"user_content can't be saved: {error}; give plain values, tensors, and dicts and "
             "lists of them"
         ) from error
+    buffer.seek(0)
+    if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(buffer):
+        _log.warning(
+            "what is saved holds objects of %s: loading it runs pickled code and needs "
+            "weights_only=False; better save plain values and tensors",
+            ", ".join(unsafe),
+        )
     return buffer.getvalue()
 
 

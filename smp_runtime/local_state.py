@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,7 +66,7 @@ def collect(
     for key, entry in module.state_dict(keep_vars=True).items():
         if not isinstance(entry, Tensor):
             if _runs_here(key, module, part, here.pp_rank):
-                extra_state[key] = entry
+                extra_state[key] = deepcopy(entry) if copy else entry
             continue
         first = first_name.setdefault(id(entry), key)
         holders = {0} if part is None else part.holders(first)

@@ -27,8 +27,11 @@ from .safetensors_file import write_safetensors
 from .tensors import TensorMeta, meta_of
 from .transport import Address, Topic
 
-_PIECE_BYTES = 8 * 2**20
-"""Of so many bytes are the pieces in which a tensor travels."""
+_PIECE_BYTES = 2**20
+"""Of so many bytes are the pieces in which a tensor travels.
+
+Small, because the allocator keeps some of what the threads that receive have given back.
+"""
 
 
 class _Shard(NamedTuple):
