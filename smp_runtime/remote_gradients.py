@@ -25,7 +25,7 @@ class RemoteGradient(torch.Tensor):
     def __new__(cls, parameter: torch.Tensor) -> RemoteGradient:
         """Makes the place-holder for the gradient of a parameter on meta."""
         made: RemoteGradient = torch.Tensor._make_wrapper_subclass(
-            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+            cls, parameter.shape, dtype=_dtype_of(parameter), device=parameter.device
         )
         return made
 
@@ -71,7 +71,7 @@ class RemoteGradients:
         """Puts them where the parameters may have their gradients."""
         for parameter, gradient in self._remote.items():
             if parameter.requires_grad and parameter.grad is None:
-                if gradient.dtype != parameter.dtype:
+                if gradient.dtype != _dtype_of(parameter):
                     gradient = self._remote[parameter] = RemoteGradient(parameter)
                 parameter.grad = gradient
 
@@ -80,3 +80,9 @@ class RemoteGradients:
         for parameter in self._remote:
             if isinstance(parameter.grad, RemoteGradient):
                 parameter.grad = None
+
+
+def _dtype_of(parameter: torch.Tensor) -> torch.dtype:
+    """The type of a parameter's gradient, which may be wider than the parameter's."""
+    dtype: torch.dtype | None = getattr(parameter, "grad_dtype", None)
+    return dtype or parameter.dtype

@@ -6,15 +6,27 @@ model's class called it. Here the same path leads to the block list of the user'
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
 
 
 def offer_seq_layers(module: nn.Module) -> None:
-    """Gives a model an attribute `module` that leads to its blocks, if it has none already."""
+    """Gives a model attributes that lead to its blocks, where it has none of their names already.
+
+    `module`, and `transformer.seq_layers` also without it, as scripts get to them by `get_module`.
+    They are no submodules: names of parameters stay as they are.
+    """
     if not hasattr(module, "module"):
         module.__dict__["module"] = Level16(module)
+    with suppress(AttributeError):  # there are no blocks
+        inner: Any = getattr(module, "transformer", None)
+        if inner is None:
+            block_list(module)
+            module.__dict__["transformer"] = Transformer(module)
+        elif not hasattr(inner, "seq_layers"):
+            vars(inner)["seq_layers"] = block_list(inner)
 
 
 def block_list(module: nn.Module) -> nn.Module:

@@ -295,7 +295,10 @@ def main():
     model = smp.DistributedModel(model, trace_device="gpu", backward_passes_per_step=1)
     m = model.get_module()
     assert type(m) is type(model.module.module)
-    transformer_layers = m.transformer.h
+    if args.use_distributed_transformer > 0:
+        transformer_layers = m.transformer.seq_layers
+    else:
+        transformer_layers = m.transformer.h
     if args.manual_partition:
         div, rem = divmod(args.num_layers, smp.pp_size())
         assignments = []
