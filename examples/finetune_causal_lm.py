@@ -151,6 +151,12 @@ def checkpoints(settings: Settings) -> Path:
     return Path(settings.output) / "checkpoints"
 
 
+def was_restarted(settings: Settings) -> bool:
+    """Returns whether the launcher has started the ranks again and a checkpoint is complete."""
+    is_again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return is_again and (checkpoints(settings) / "newest").exists()
+
+
 def continuation(model: Any, tokenizer: Any, prompt: str, num_tokens: int) -> str:
     """Returns a prompt and the most probable tokens after it, by a plain model on one rank."""
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
@@ -292,7 +298,7 @@ def main() -> None:
     try:
         settings = read_settings(arguments.config, arguments.settings)
         smp.init(arguments.config)
-        has_learned = finetune(settings, arguments.resume)
+        has_learned = finetune(settings, arguments.resume or was_restarted(settings))
     except SettingError as error:
         sys.exit(f"finetune_causal_lm.py: {error}")
     if not has_learned:

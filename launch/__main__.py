@@ -14,7 +14,7 @@ from smp_runtime.errors import SMPError, UsageError
 from . import overview, processes
 
 USAGE = """
-  %(prog)s [--ranks N] CONFIG SCRIPT [ARGUMENT ...]
+  %(prog)s [--ranks N] [--max-restarts N] CONFIG SCRIPT [ARGUMENT ...]
   %(prog)s --nodes N --rendezvous HOST:PORT --job NAME [--ranks N] CONFIG SCRIPT [ARGUMENT ...]
   %(prog)s --sagemaker [--emulate-cuda] [--ranks N] CONFIG SCRIPT [ARGUMENT ...]
   %(prog)s --dry-run [--ranks N] CONFIG
@@ -36,6 +36,7 @@ class CommandLine:
         arguments: of the script.
         ranks: how many on this machine, None for the pipeline degree of the config.
         meeting: where several machines meet.
+        max_restarts: how often all ranks are started again when one has failed.
         is_sagemaker: whether to set the variables of a SageMaker job.
         emulates_cuda: whether the script is written for CUDA and runs on the CPU.
         shows_plan: show the partition of a model, else placement and schedule.
@@ -49,6 +50,7 @@ class CommandLine:
     arguments: tuple[str, ...]
     ranks: int | None
     meeting: processes.Meeting
+    max_restarts: int
     is_sagemaker: bool
     emulates_cuda: bool
     recomputes: bool
@@ -68,6 +70,7 @@ def options(program: str) -> argparse.ArgumentParser:
     add("--nodes", type=int, default=1, metavar="N", help="how many machines, --ranks on each")
     add("--rendezvous", default="localhost:0", metavar="HOST:PORT", help="where they meet")
     add("--job", default="", metavar="NAME", help="tells apart the runs that meet at one place")
+    add("--max-restarts", type=int, default=0, metavar="N", help="start again after a failure")
     add("--sagemaker", action="store_true", help="set the variables of a SageMaker SMP job")
     add("--emulate-cuda", action="store_true", help="run a script for CUDA devices on the CPU")
     add("--dry-run", action="store_true", help="print the placement and draw the schedule")
@@ -98,6 +101,7 @@ def parse(arguments: Sequence[str], program: str) -> CommandLine:
         arguments=tuple(rest),
         ranks=found.ranks,
         meeting=processes.Meeting(found.nodes, found.rendezvous, found.job),
+        max_restarts=found.max_restarts,
         is_sagemaker=found.sagemaker,
         emulates_cuda=found.emulate_cuda,
         recomputes=found.recompute,
@@ -129,11 +133,12 @@ def start(line: CommandLine) -> int:
     ranks = line.ranks or config.pipeline_parallel_degree
     if not (line.is_sagemaker or line.emulates_cuda):
         arguments = (line.script, "--config", line.config, *line.arguments)
-        return processes.run_ranks(ranks, arguments, line.meeting)
+        return processes.run_ranks(ranks, arguments, line.meeting, line.max_restarts)
     os.environ.update(job_environment(config, line.is_sagemaker))
     # A module of this package, whose name differs between the checkout and an installation.
     prefix = ("-m", f"{__package__}.cuda_emulation") if line.emulates_cuda else ()
-    return processes.run_ranks(ranks, (*prefix, line.script, *line.arguments), line.meeting)
+    arguments = (*prefix, line.script, *line.arguments)
+    return processes.run_ranks(ranks, arguments, line.meeting, line.max_restarts)
 
 
 def job_environment(config: Config, is_sagemaker: bool) -> dict[str, str]:

@@ -62,6 +62,7 @@ class PrefixedOutput(LogsSpecs):
         super().__init__(log_dir=self.folder.name)
         self.selector = selectors.DefaultSelector()
         self.ended = threading.Event()
+        self.num_attempts = 0
         self.reader = threading.Thread(target=self.read_all, name="rank output", daemon=True)
 
     @property
@@ -70,16 +71,18 @@ class PrefixedOutput(LogsSpecs):
         return self.folder.name
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Makes the pipes of the ranks that are about to start."""
+        """Makes the pipes of the ranks that are about to start, for the first time or again."""
+        self.num_attempts += 1
         places = LogsDest()
         for local_rank, environ in envs.items():
             rank = environ["RANK"]
-            folder = Path(self.folder.name, rank)
-            folder.mkdir()
+            folder = Path(self.folder.name, f"attempt{self.num_attempts}", rank)
+            folder.mkdir(parents=True)
             places.stdouts[local_rank] = self.add(folder / "stdout", rank, sys.stdout)
             places.stderrs[local_rank] = self.add(folder / "stderr", rank, sys.stderr)
             places.error_files[local_rank] = str(folder / "error.json")
-        self.reader.start()
+        if self.num_attempts == 1:
+            self.reader.start()
         return places
 
     def add(self, path: Path, rank: str, target: TextIO) -> str:

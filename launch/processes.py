@@ -46,13 +46,19 @@ def rank_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in DEFAULTS.items() if name not in environ}
 
 
-def run_ranks(num_ranks: int, arguments: Sequence[str], meeting: Meeting | None = None) -> int:
-    """Runs a script on every rank until all have ended or one has failed.
+def run_ranks(
+    num_ranks: int,
+    arguments: Sequence[str],
+    meeting: Meeting | None = None,
+    max_restarts: int = 0,
+) -> int:
+    """Runs a script on every rank until all have ended or one has failed too often.
 
     Args:
         num_ranks: how many ranks on this machine.
         arguments: Python's: the path of the script and its arguments, or a module's with -m.
         meeting: where to meet the launchers of other machines; none without it.
+        max_restarts: how often all ranks are started again when one has failed.
 
     Returns:
         An exit code: 0, or that of the first rank that failed, or, as a shell has it, 128 plus the
@@ -60,7 +66,7 @@ def run_ranks(num_ranks: int, arguments: Sequence[str], meeting: Meeting | None 
     """
     os.environ.update(rank_environment(os.environ))
     with PrefixedOutput() as output:
-        config = launch_config(num_ranks, meeting or Meeting(), output)
+        config = launch_config(num_ranks, meeting or Meeting(), max_restarts, output)
         try:
             elastic_launch(config, sys.executable)("-u", *arguments)
         except ChildFailedError as error:
@@ -77,8 +83,10 @@ def run_ranks(num_ranks: int, arguments: Sequence[str], meeting: Meeting | None 
     return code
 
 
-def launch_config(num_ranks: int, meeting: Meeting, output: PrefixedOutput) -> LaunchConfig:
-    """Returns the settings of torch's launcher; a failed rank is never started again."""
+def launch_config(
+    num_ranks: int, meeting: Meeting, max_restarts: int, output: PrefixedOutput
+) -> LaunchConfig:
+    """Returns the settings of torch's launcher."""
     return LaunchConfig(
         min_nodes=meeting.num_nodes,
         max_nodes=meeting.num_nodes,
@@ -88,6 +96,6 @@ def launch_config(num_ranks: int, meeting: Meeting, output: PrefixedOutput) -> L
         rdzv_endpoint=meeting.endpoint,
         # On one machine its name in the network does not matter, and need not be known to it.
         local_addr="localhost" if meeting.num_nodes == 1 else None,
-        max_restarts=0,
+        max_restarts=max_restarts,
         logs_specs=output,
     )

@@ -43,6 +43,12 @@ ALIASES = {
     "_fp32_grad_accumulation": "fp32_grad_accumulation",
 }
 
+LAYOUTS = "layouts"
+_LAYOUTS_ADVICE = (
+    "write the settings that differ, for each number of ranks, like "
+    "`layouts: {2: {pipeline_parallel_degree: 2}}`"
+)
+
 # Keys of old scripts that mean nothing here, with the value that asks for nothing.
 WITHOUT_MEANING: Mapping[str, object] = {
     **{"contiguous": True, "horovod": False},  # TensorFlow only
@@ -214,7 +220,8 @@ def load_config(source: Source, environ: Mapping[str, str]) -> Config:
         source: settings, or the path of a YAML or JSON file that holds them, at its top or under
             the key `smp` beside sections of others; None for no settings.
         environ: environment variables. Settings in SM_HP_MP_PARAMETERS, a JSON object, win over
-            those of `source`.
+            those of `source`. WORLD_SIZE, the number of ranks, picks one of `layouts` if there
+            are any: the settings of `source` that differ for that number.
 
     Raises:
         ConfigError: a setting is unknown, out of range, or in conflict with another one.
@@ -227,7 +234,21 @@ def load_config(source: Source, environ: Mapping[str, str]) -> Config:
         raise ConfigError(f"{ENVIRONMENT_VARIABLE} does not hold JSON: {error}") from None
     if not isinstance(override, dict):
         raise ConfigError(f"{ENVIRONMENT_VARIABLE} must hold a JSON object, not {override!r}")
+    given = _for_layout(given, environ.get("WORLD_SIZE"))
     return Config(**_named_once(given) | _named_once(override))
+
+
+def _for_layout(given: dict[str, Any], num_ranks: str | None) -> dict[str, Any]:
+    """Returns the settings for this number of ranks; `layouts` says what differs from the rest."""
+    rest = {key: value for key, value in given.items() if key != LAYOUTS}
+    layouts = given.get(LAYOUTS) or {}
+    if not isinstance(layouts, Mapping):
+        raise ConfigError(f"{LAYOUTS}={layouts!r}: {_LAYOUTS_ADVICE}")
+    for size, settings in layouts.items():
+        if not (str(size).isdecimal() and isinstance(settings, Mapping)):
+            raise ConfigError(f"{LAYOUTS}: {size!r}: {settings!r}: {_LAYOUTS_ADVICE}")
+    chosen = {str(size): settings for size, settings in layouts.items()}.get(num_ranks or "", {})
+    return {**rest, **chosen}
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -321,3 +321,16 @@ def test_refuses_files(tmp_path: Path, name: str, text: str, message: str) -> No
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(ConfigError, match="cannot read .*nowhere.yaml: No such file"):
         load_config("nowhere.yaml", {})
+
+
+@pytest.mark.parametrize(("num_ranks", "degree"), [("4", 4), ("2", 2), ("8", 4), (None, 4)])
+def test_layouts_say_what_differs_for_a_number_of_ranks(num_ranks: str | None, degree: int) -> None:
+    given = {"partitions": 4, "layouts": {2: {"partitions": 2}}}
+    environ = {} if num_ranks is None else {"WORLD_SIZE": num_ranks}
+    assert load_config(given, environ).pipeline_parallel_degree == degree
+
+
+@pytest.mark.parametrize("layouts", [3, [2], {"two": {}}, {2: 3}])
+def test_layouts_that_are_none(layouts: Any) -> None:
+    with pytest.raises(ConfigError, match="layouts.*write the settings that differ"):
+        load_config({"layouts": layouts}, {})
