@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
+import logging
 import threading
 from collections.abc import Callable, Sequence
+
+import torch
 
 from . import device
 from .body import set_current_body
@@ -19,6 +23,23 @@ from .reports import Reports
 from .rng import host_random_state, set_host_random_state
 from .runs import Abandoned, Run
 from .thread_state import ThreadState
+
+_log = logging.getLogger("smp_runtime")
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    _log.warning(text)
+
+
+def _warn_of_profiler() -> None:
+    """Says that torch's profiler does not follow bodies into their threads, if it is on."""
+    if torch.autograd.profiler._is_profiler_enabled:
+        _say_once(
+            "torch's profiler is on, and sees nothing of the step's bodies: each runs in a thread "
+            "of its own. Profile with experimental_config=torch._C._profiler._ExperimentalConfig("
+            "profile_all_threads=True)"
+        )
 
 
 class BodyThreads:
@@ -40,6 +61,7 @@ class BodyThreads:
     def make(self, runs: Sequence[Run], lives: Sequence[Callable[[], None]]) -> None:
         """Makes the threads of a step's bodies; `lives` are what they do."""
         self._is_aborted = False
+        _warn_of_profiler()
         state = ThreadState.current()
         for run, live in zip(runs, lives, strict=True):
             run.thread = threading.Thread(

@@ -177,7 +177,7 @@ def read_index(folder: Path) -> Index:
 def _newest(path: Path) -> str:
     pointer = path / NEWEST
     if pointer.is_file():
-        return pointer.read_text().strip().removesuffix(PARTIAL)
+        return pointer.read_text(errors="replace").strip().removesuffix(PARTIAL)
     if not any(path.iterdir()):
         raise CheckpointNotFoundError(f"{path} is empty: nothing was saved there")
     interrupted = sorted(file.name for file in path.glob(f"*{INCOMPLETE}"))

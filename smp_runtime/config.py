@@ -230,7 +230,7 @@ def load_config(source: Source, environ: Mapping[str, str]) -> Config:
     given = _read(Path(source)) if isinstance(source, str | Path) else dict(source or {})
     try:
         override = json.loads(environ.get(ENVIRONMENT_VARIABLE) or "{}")
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{ENVIRONMENT_VARIABLE} does not hold JSON: {error}") from None
     if not isinstance(override, dict):
         raise ConfigError(f"{ENVIRONMENT_VARIABLE} must hold a JSON object, not {override!r}")
@@ -258,7 +258,7 @@ def _read(path: Path) -> dict[str, Any]:
         content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
-    except (json.JSONDecodeError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot understand the configuration {path}: {error}") from None
     if isinstance(content, dict) and "smp" in content:
         content = content["smp"]

@@ -16,7 +16,10 @@ from .runs import Run
 from .schedule import Plan, draw
 
 _MOST_CELLS = 200
-_NOT_THE_USERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent), "<frozen")
+_NOT_THE_USERS = (
+    *(str(Path(__file__).parent), str(Path(torch.__file__).parent)),
+    *(threading.__file__, "<frozen"),
+)
 
 
 def locate(
@@ -81,6 +84,6 @@ def user_line(thread: threading.Thread | None) -> str:
         frame = sys._current_frames().get(thread.ident)
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame = frame.f_back
-    if frame is None or frame.f_code.co_filename == threading.__file__:
+    if frame is None:
         return ""
     return f", at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

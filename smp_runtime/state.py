@@ -11,6 +11,7 @@ from torch import nn
 from .engine import Engine
 from .placing import LocalPart
 from .transport import Address, Topic
+from .values import tag_of
 
 
 def full_state_dict(
@@ -38,6 +39,9 @@ def full_state_dict(
             gathered[key] = gathered[first]
             continue
         holders = part.holders(key)
+        if (value := tag_of(entry)) is not None:  # glue has put another tensor in its place
+            holders = {value.owner}
+            entry = entry if value.base is None else value.base
         source = min(holders)
         address = Address(Topic.STATE, -1, exchange, position, source)
         if rank == source:

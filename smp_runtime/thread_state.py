@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import _python_dispatch as python_dispatch
 
 
 @dataclass(frozen=True)
 class ThreadState:
-    """Grad mode, inference mode, autocast, default device and other function modes.
+    """Grad mode, inference mode, autocast, function and dispatch modes, hooks of saved tensors.
 
     Attributes:
         grad: whether operations record a graph.
@@ -20,6 +21,8 @@ class ThreadState:
         autocast: device type, enabled, dtype of each kind of autocast.
         cache: whether autocast keeps converted weights.
         modes: the function modes that are active, outermost first.
+        dispatch_modes: likewise of torch's dispatcher.
+        saved_hooks: what packs and unpacks tensors that are saved for backward, if anything does.
     """
 
     grad: bool
@@ -27,6 +30,8 @@ class ThreadState:
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     cache: bool
     modes: tuple[Any, ...]
+    dispatch_modes: tuple[Any, ...]
+    saved_hooks: tuple[Any, Any] | None
 
     @classmethod
     def current(cls) -> ThreadState:
@@ -40,6 +45,8 @@ class ThreadState:
             ),
             torch.is_autocast_cache_enabled(),
             tuple(torch.overrides._get_current_function_mode_stack()),  # type: ignore[no-untyped-call]
+            tuple(python_dispatch._get_current_dispatch_mode_stack()),
+            torch._C._autograd._top_saved_tensors_default_hooks(False),
         )
 
     @contextmanager
@@ -54,4 +61,9 @@ class ThreadState:
             for mode in self.modes:
                 torch._C._push_on_torch_function_stack(mode)
                 stack.callback(torch._C._pop_torch_function_stack)
+            for mode in self.dispatch_modes:
+                python_dispatch._push_mode(mode)
+                stack.callback(python_dispatch._pop_mode)
+            if self.saved_hooks is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_hooks))
             yield

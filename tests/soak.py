@@ -106,7 +106,7 @@ def soak(
             if is_training and num_kills < most_kills and time.monotonic() > next_kill:
                 victim = draw.choice(ranks_of(job.pid) or [0])
                 if victim:
-                    os.kill(victim, draw.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGABRT]))
+                    os.kill(victim, draw.choice([signal.SIGKILL, signal.SIGABRT]))
                     num_kills += 1
                     next_kill = time.monotonic() + every * (0.5 + draw.random())
         if job.poll() is None:

@@ -1,5 +1,6 @@
 """State dicts of a partitioned model look like those of the plain one."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from smp_runtime.state import full_state_dict, load_into
-from tests.local_ranks import LocalRank, run_ranks
+from tests.local_ranks import LocalRank, backward, run_ranks
 
 
 class Tied(nn.Module):
@@ -152,3 +153,34 @@ def test_types_are_converted() -> None:
     load_into(model, {"weight": torch.full((1, 1), 2.0)}, strict=True)
     assert model.weight.dtype == torch.bfloat16
     assert model.weight.item() == 2.0
+
+
+class KeepsMean(nn.Module):
+    """A parent on several ranks that puts another tensor in the place of its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.second(self.first(x))
+        self.mean = 0.5 * self.mean + 0.5 * h.detach().mean(0)
+        return h
+
+
+def test_a_buffer_that_glue_replaces_is_that_of_its_new_owner() -> None:
+    model, x = KeepsMean(), torch.ones(3, 4)
+    expected = copy.deepcopy(model)
+    for _ in range(2):
+        expected(x)
+
+    def body(rank: LocalRank) -> dict[str, Any]:
+        mine: Any = rank.place(model, {"": 0, "first": 0, "second": 1}, x)
+        for _ in range(2):
+            rank.step(lambda x: backward(mine(x).sum()), [x])
+        assert rank.part is not None
+        return full_state_dict(mine, rank.part, rank.engine, False)
+
+    for found in run_ranks(2, body):
+        assert torch.allclose(found["mean"], expected.state_dict()["mean"])

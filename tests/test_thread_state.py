@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from smp_runtime.thread_state import ThreadState
 
@@ -94,3 +95,40 @@ def test_a_plain_thread_stays_plain() -> None:
     state = ThreadState.current()
     assert (state.grad, state.inference, state.modes) == (True, False, ())
     assert in_thread(state, torch.is_grad_enabled) == (True, True)
+
+
+def test_hooks_of_saved_tensors_follow() -> None:
+    packed: list[int] = []
+
+    def look() -> int:
+        packed.clear()
+        torch.ones(2, requires_grad=True).square()
+        return len(packed)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(1)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        state = ThreadState.current()
+    assert in_thread(state, look) == (1, 0)
+
+
+def test_dispatch_modes_follow() -> None:
+    seen: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    def look() -> int:
+        seen.clear()
+        torch.ones(2)
+        return len(seen)
+
+    with Watch():
+        state = ThreadState.current()
+    assert in_thread(state, look) == (1, 0)
