@@ -21,7 +21,7 @@ def test_a_job_with_killed_ranks_has_the_losses_of_an_undisturbed_one(tmp_path: 
     expected = soak.read_losses(reference)
     assert sorted(expected) == list(range(1, NUM_STEPS + 1))
 
-    num_kills = soak.soak(folder, RANKS, 300.0, 0.5, NUM_STEPS // 2, 1)
+    num_kills = soak.soak(folder, RANKS, 60.0, 0.5, NUM_STEPS // 2, 1)
     assert num_kills == 1
     soak.finish(folder, RANKS // 2, NUM_STEPS)  # on one rank, which the config allows
     assert soak.read_losses(folder) == expected
