@@ -28,7 +28,7 @@ from .checkpoint_index import (
     complete,
 )
 from .durable_files import durable_file, publish_folder, replace_text, write_errors
-from .errors import CheckpointError, CheckpointWriteError
+from .errors import CheckpointError, CheckpointWriteError, UsageError
 from .local_state import LocalState
 from .optimizer_state import Piece
 from .placement import Coordinates
@@ -74,8 +74,14 @@ def write_checkpoint(
     """
     temporary = path / f"{tag}{PARTIAL}{INCOMPLETE}"
     try:
-        identity = roll.from_first(lambda: _begin(temporary))
-        parts = roll.gather(lambda: _write_part(roll, temporary, identity, state, here))
+        identity, first_tag = roll.from_first(lambda: (_begin(temporary), tag))
+
+        def write_part() -> Written:
+            if tag != first_tag:
+                raise UsageError(f"tag={tag!r} on rank {roll.rank} and {first_tag!r} on rank 0")
+            return _write_part(roll, temporary, identity, state, here)
+
+        parts = roll.gather(write_part)
         roll.from_first(lambda: _finish(path, tag, identity, parts, state, layout, num_kept))
     except BaseException:
         if roll.rank == 0:

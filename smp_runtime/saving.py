@@ -66,7 +66,8 @@ def save_checkpoint(
             schedulers and scalers, the position in the data. Rank 0's is saved.
         translate_if_full: accepted; there is nothing to translate.
         num_kept_partial_checkpoints: how many to keep; older ones are deleted. None keeps all.
-        async_save: return once the state is copied to memory, and write in the background.
+        async_save: return once the state is copied to memory, and write in the background. A
+            checkpoint of the model alone is written at once in any case.
 
     Returns:
         With `async_save` what to wait for; an error while writing is raised by its ``result()``,

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.optim.lr_scheduler import StepLR
 
 import smp_runtime as smp
 from tests.saving_job import Job, Layout, on_every_rank, same_everywhere
@@ -131,6 +132,31 @@ def test_settings_of_groups_and_the_users_content_come_back(tmp_path: Path) -> N
 
     on_every_rank(Layout(2), save)
     assert on_every_rank(Layout(1), resume) == [[pytest.approx(0.007)] * 2]
+
+
+@pytest.mark.parametrize("trained", ["embedding", "blocks.2", "norm"])
+def test_ranks_with_nothing_to_train_save_and_resume(trained: str, tmp_path: Path) -> None:
+    def freeze(job: Job) -> None:
+        for name, parameter in job.model.named_parameters():
+            parameter.requires_grad_(name.startswith(trained))
+        few = [p for p in job.model.parameters() if p.requires_grad]
+        job.optimizer = smp.DistributedOptimizer(torch.optim.AdamW(few, lr=1e-2))
+        job.scheduler = StepLR(job.optimizer, 2, 0.7)
+
+    def save(job: Job) -> list[float]:
+        freeze(job)
+        job.train(2)
+        job.save(tmp_path)
+        return job.train(2)
+
+    def resume(job: Job) -> list[float]:
+        freeze(job)
+        job.resume(tmp_path)
+        return job.train(2)
+
+    expected = same_everywhere(on_every_rank(Layout(2), save))
+    assert same_everywhere(on_every_rank(Layout(2), resume, seed=9)) == expected
+    assert same_everywhere(on_every_rank(Layout(4), resume, seed=9)) == pytest.approx(expected)
 
 
 def test_only_so_many_checkpoints_are_kept(tmp_path: Path) -> None:

@@ -235,6 +235,12 @@ def test_a_rank_in_a_step_learns_that_another_one_saves(tmp_path: Path) -> None:
     assert "rank 0 called smp.save_checkpoint" in first
 
 
+def test_ranks_with_different_tags(tmp_path: Path) -> None:
+    check(lambda job: job.save(tmp_path, f"tag{smp.rank()}"), "UsageError", "'tag1' on rank 1")
+    assert not list(tmp_path.iterdir())
+    check(lambda job: job.save(tmp_path, "a/b"), "UsageError", "has to be the name of one folder")
+
+
 def full_disk() -> None:
     """Lets this process find the disk full from now on."""
 
