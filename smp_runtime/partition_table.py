@@ -40,7 +40,7 @@ class RankShare:
         num_buffers: number of persistent buffers.
         parameter_bytes: parameters and persistent buffers.
         gradient_bytes: gradients.
-        optimizer_bytes: two Adam moments.
+        optimizer_bytes: two Adam moments, and the masters of 16-bit parameters.
         activation_bytes: saved for backward, for all microbatches in flight.
         cost: its share of the compute of the whole model.
     """
