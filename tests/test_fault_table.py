@@ -4,8 +4,12 @@ The faults themselves are in `faults.py`. Ranks are forked here; launchers run t
 script. Two pipelines side by side show that a failure reaches ranks that share none with it.
 """
 
+import os
 import re
 import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -15,6 +19,7 @@ from tests.worlds import RankOutcome, run_world_expecting_failure
 
 pytestmark = pytest.mark.world
 
+CHECKOUT = Path(__file__).parent.parent
 SECONDS = 10.0
 
 
@@ -92,3 +97,30 @@ def test_fault(fault: str, degree: int, size: int) -> None:
         )
         for text in expected.anywhere:
             assert text in outcome.stderr_text, f"rank {rank} does not say {text!r}"
+
+
+LAUNCHERS = {
+    "launch": [*("-m", "launch", "--ranks", "2"), str(CHECKOUT / "configs/finetune_tiny_ci.yaml")],
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("launcher", "fault"), [("launch", "forward"), ("torchrun", "loader")])
+def test_under_a_launcher(launcher: str, fault: str) -> None:
+    done = subprocess.run(
+        [sys.executable, *LAUNCHERS[launcher], str(CHECKOUT / "tests/faults.py"), fault, "2"],
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"},
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    prefix = r"\[rank \d\] " if launcher == "launch" else ""
+    found = re.search(rf"^{prefix}smp_runtime: (.*)$", done.stderr, re.MULTILINE)
+    assert found is not None, done.stderr
+    assert re.search(TABLE[fault].first, found[1])
+    # The cause comes before whatever follows from it.
+    assert found.start() < done.stderr.index("Traceback")
