@@ -42,3 +42,28 @@ def test_no_strategy_changes_a_bit(degree: int, rate: float) -> None:
 
     results = run_world(degree, body)
     assert all(losses == results[0] for losses in results)
+
+
+@pytest.mark.parametrize("pipeline", ["interleaved", "simple"])
+def test_loops_and_more_ahead_change_nothing_either(pipeline: str) -> None:
+    def body() -> None:
+        x = torch.randn(10, WIDTH, generator=torch.Generator().manual_seed(1))
+        settings = {"pipeline_parallel_degree": 2, "pipeline": pipeline, "microbatches": 5}
+        for stages in (1, 2):
+            expected = run_steps(
+                build(0.2), x, checkpoint_as(""), stages_per_rank=stages, **settings
+            )
+            for ahead, modules in ((0, 1), (1, 4), (2, 1), (3, 9)):
+                found = run_steps(
+                    build(0.2),
+                    x,
+                    checkpoint_as("each"),
+                    num_steps=2,
+                    stages_per_rank=stages,
+                    recompute_ahead=ahead,
+                    recompute_ahead_modules=modules,
+                    **settings,
+                )
+                assert_equal(expected, found, f"{stages} stages, {ahead} ahead, {modules}")
+
+    run_world(2, body)
