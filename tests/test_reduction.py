@@ -6,60 +6,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import smp_runtime as smp
-from smp_runtime.errors import UsageError
-from tests.replica_subjects import CHAIN
+from tests.replicated_chain import (
+    assert_close,
+    batch,
+    evaluate,
+    gradients,
+    mean_gradients,
+    start,
+    train,
+)
 from tests.subjects import WIDTH
-from tests.transparency import build
 from tests.worlds import run_world, run_world_expecting_failure
-
-TINY = 0.0005
-TIMEOUT = 15.0
-
-
-def start(degree: int = 1, m: int = 2, module: nn.Module | None = None, **options: Any) -> Any:
-    smp.init({"pipeline_parallel_degree": degree, "microbatches": m, "ddp": True,
-              "timeout": TIMEOUT})  # fmt: skip
-    options = {"bucket_cap_mb": TINY, **options}
-    return smp.DistributedModel(module or build(CHAIN), **options)
-
-
-@smp.step
-def train(model: Any, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    model.backward(loss)
-    return loss
-
-
-@smp.step
-def evaluate(model: Any, x: Tensor) -> Tensor:
-    return model(x).square().mean()
-
-
-def batch(seed: int, size: int = 4) -> Tensor:
-    return torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(seed))
-
-
-def gradients(model: Any) -> dict[str, Any]:
-    return {
-        name: None if held.grad is None else held.grad.tolist()
-        for name, held in model.local_named_parameters()
-    }
-
-
-def mean_gradients(scale: float = 1.0, *seeds: int) -> dict[str, Any]:
-    """Returns the plain model's gradients, averaged over batches, times `scale`."""
-    model = build(CHAIN)
-    for seed in seeds:
-        torch.autograd.backward(scale / len(seeds) * model(batch(seed)).square().mean())
-    return {name: held.grad for name, held in model.named_parameters()}
-
-
-def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    for name, values in found.items():
-        torch.testing.assert_close(torch.tensor(values), expected[name], rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.world
@@ -250,59 +210,6 @@ def test_microbatches_may_be_summed() -> None:
 
 
 @pytest.mark.world
-def test_torchs_hooks_compress() -> None:
-    def body() -> Any:
-        found = []
-        for hook, state in (
-            (default_hooks.fp16_compress_hook, None),
-            (default_hooks.bf16_compress_hook, None),
-            (default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), "group"),
-            (powerSGD_hook.powerSGD_hook, "power"),
-        ):
-            model = start()
-            if state == "group":
-                state = smp.get_dp_process_group()
-            elif state == "power":
-                group = smp.get_dp_process_group()
-                state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=1000)
-            model.register_comm_hook(state, hook)
-            for _ in range(2):
-                model.zero_grad()
-                train(model, batch(smp.dp_rank()))
-            found.append(gradients(model))
-            smp.shutdown()
-        return found
-
-    first, second = run_world(2, body)
-    assert first == second
-    expected = mean_gradients(1.0, 0, 1)
-    for found in first:
-        for name, values in found.items():
-            torch.testing.assert_close(torch.tensor(values), expected[name], rtol=2e-2, atol=1e-3)
-    assert first[0] != first[3]
-
-
-@pytest.mark.world
-def test_hooks_need_overlap_and_data_parallelism() -> None:
-    def body() -> None:
-        model = start(overlapping_allreduce=False)
-        with pytest.raises(UsageError, match="overlapping_allreduce=True"):
-            model.register_comm_hook(None, default_hooks.allreduce_hook)
-        smp.shutdown()
-        smp.init({})
-        with pytest.raises(UsageError, match="set ddp to True"):
-            smp.DistributedModel(nn.Linear(1, 1)).register_comm_hook(
-                None, default_hooks.allreduce_hook
-            )
-        smp.shutdown()
-        smp.init({})
-        with pytest.raises(UsageError, match="must be positive"):
-            smp.DistributedModel(nn.Linear(1, 1), backward_passes_per_step=0)
-
-    run_world(1, body)
-
-
-@pytest.mark.world
 def test_a_plain_backward_outside_steps_is_reduced() -> None:
     def body() -> Any:
         model = start(m=1)
@@ -377,103 +284,6 @@ def test_collectives_of_the_script_do_not_mix_with_the_reduction() -> None:
 
     for found in run_world(2, body):
         assert_close(found, mean_gradients(1.0, 0, 1))
-
-
-# -- replicas that take different numbers of steps ----------------------------------------------
-
-
-def uneven(degree: int, **options: Any) -> Any:
-    """Replica 0 has one batch, replica 1 three."""
-    model = start(degree, m=1)
-    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    with model.join(**options):
-        for step in range(1 + 2 * smp.dp_rank()):
-            optimizer.zero_grad()
-            with torch.no_grad():
-                evaluate(model, batch(7))
-            train(model, batch(10 * smp.dp_rank() + step))
-            optimizer.step()
-    return {name: held.detach().clone() for name, held in model.local_named_parameters()}
-
-
-def uneven_by_hand(scales: tuple[float, ...]) -> dict[str, Tensor]:
-    model = build(CHAIN)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step, scale in enumerate(scales):
-        optimizer.zero_grad()
-        for seed in (0, 10) if step == 0 else (10 + step,):
-            torch.autograd.backward(scale * model(batch(seed)).square().mean())
-        optimizer.step()
-    return {name: held.detach() for name, held in model.named_parameters()}
-
-
-@pytest.mark.world
-@pytest.mark.parametrize("degree", [1, 2])
-def test_join_lets_replicas_end_early(degree: int) -> None:
-    def body() -> Any:
-        found = []
-        for options in ({}, {"divide_by_initial_world_size": False}):
-            found.append(uneven(degree, **options))
-            smp.shutdown()
-        return found
-
-    by_rank = run_world(2 * degree, body)
-    for index, scales in enumerate([(0.5, 0.5, 0.5), (0.5, 1.0, 1.0)]):
-        expected = uneven_by_hand(scales)
-        for found in by_rank:
-            for name, tensor in found[index].items():
-                torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.world
-@pytest.mark.parametrize("setting", ["ddp", "bf16"])
-def test_replicas_go_on_as_one_after_a_join(setting: str) -> None:
-    def body() -> Any:
-        smp.init({"ddp": True, "timeout": TIMEOUT, setting: True})
-        model = smp.DistributedModel(build(CHAIN), bucket_cap_mb=TINY)
-        optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
-
-        def step(seed: int) -> None:
-            optimizer.zero_grad()
-            train(model, batch(seed))
-            optimizer.step()
-
-        with model.join():
-            for seed in range(1 + 2 * smp.dp_rank()):
-                step(seed)
-        after_join = [p.tolist() for p in model.parameters()]
-        step(7 + smp.dp_rank())
-        return after_join, [p.tolist() for p in model.parameters()]
-
-    first, second = run_world(2, body)
-    assert first == second
-    assert first[0] != first[1]
-
-
-@pytest.mark.world
-def test_join_can_tell_instead() -> None:
-    def body() -> None:
-        model = start(m=1)
-        with model.join(throw_on_early_termination=True):
-            for step in range(1 + 2 * smp.dp_rank()):
-                train(model, batch(step))
-
-    for outcome in run_world_expecting_failure(2, body):
-        assert "replicas [0] have no more batches" in outcome.stderr_text
-
-
-@pytest.mark.world
-def test_join_without_effect() -> None:
-    def body() -> Any:
-        model = start(m=1)
-        with model.join():
-            train(model, batch(smp.dp_rank()))
-        with model.join(enable=False):
-            train(model, batch(smp.dp_rank()))
-        return gradients(model)
-
-    for found in run_world(2, body):
-        assert_close(found, mean_gradients(2.0, 0, 1))
 
 
 @pytest.mark.world
