@@ -26,10 +26,25 @@ _LAUNCHERS_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
     """An accelerator whose processes are the data parallel ranks."""
 
+    _is_one = False
+
     @property
     def num_processes(self) -> int:
         """The number of replicas."""
-        return current().placement.size("dp")
+        return 1 if self._is_one else current().placement.size("dp")
+
+    @contextmanager
+    def counted_as_one(self) -> Iterator[None]:
+        """Keeps `compute_loss` from multiplying the loss with the number of processes.
+
+        It does so for models that divide by the number of tokens of all of them, and takes every
+        model that could for one that does.
+        """
+        self._is_one = True
+        try:
+            yield
+        finally:
+            self._is_one = False
 
     @property
     def process_index(self) -> int:

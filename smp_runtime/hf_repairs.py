@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from .hf_steps import evaluate_batch, train_on_batch
 from .model import DistributedModel
 from .runtime import current
 
+_NUM_STEPS = "smp_num_steps.json"
 _evaluating: list[Any] = []
 
 
@@ -34,6 +37,7 @@ def repair(trainer: Any, arguments: Any) -> None:
         ("save_model", _save_model),
         ("_save", _save),
         ("_save_rng_state", _save_rng_state),
+        ("_load_rng_state", _load_rng_state),
     ):
         native = getattr(trainer.Trainer, name)
         setattr(trainer.Trainer, name, _replaced(native, replacement))
@@ -129,3 +133,14 @@ def _save_rng_state(native: Callable[..., Any], trainer: Any, output_dir: str) -
     """All ranks of a pipeline would write the same file at once; their states are equal."""
     if current().here.mp_rank == 0:
         native(trainer, output_dir)
+    if current().here.mp_rank == current().here.dp_rank == 0:
+        counted = json.dumps(list(current().engine.num_steps))
+        Path(output_dir, _NUM_STEPS).write_text(counted, encoding="utf-8")
+
+
+def _load_rng_state(native: Callable[..., Any], trainer: Any, checkpoint: str | None) -> None:
+    """What is drawn inside of steps depends on how many there were."""
+    native(trainer, checkpoint)
+    file = Path(checkpoint or "", _NUM_STEPS)
+    if checkpoint is not None and file.is_file():
+        current().engine.num_steps = tuple(json.loads(file.read_text(encoding="utf-8")))

@@ -37,18 +37,21 @@ class TrainerStep(StepFunction):
         most = current().config.microbatches
         return next((m for m in range(min(most, size), 0, -1) if size % m == 0), 1)
 
-    def on_batch(self, model: Any, inputs: Any, num_items: torch.Tensor | float | None) -> Any:
+    def on_batch(self, trainer: Any, model: Any, inputs: Any, num_items: Any) -> Any:
         """Runs a step with the share of `num_items` that would be each microbatch's."""
-        if num_items is None:
-            return self(model, inputs, None)
-        return self(model, inputs, float(num_items) / self.num_microbatches(((inputs,), {})))
+        if num_items is not None:
+            num_items = float(num_items) / self.num_microbatches(((inputs,), {}))
+            if trainer.args.average_tokens_across_devices:  # they are those of all replicas
+                num_items /= current().placement.size("dp")
+        with trainer.accelerator.counted_as_one():
+            return self(model, inputs, num_items)
 
 
 def train_on_batch(
     trainer: Any, model: Any, inputs: Any, num_items: torch.Tensor | int | None
 ) -> torch.Tensor:
     """Does one forward and backward pass and returns the loss, averaged over the replicas."""
-    losses = _step(trainer, "_smp_train", _train).on_batch(model, inputs, num_items)
+    losses = _step(trainer, "_smp_train", _train).on_batch(trainer, model, inputs, num_items)
     return _mean_over_replicas(losses.reduce_mean())
 
 
@@ -65,7 +68,7 @@ def evaluate_batch(trainer: Any, model: Any, inputs: Any) -> Any:
     """
     inputs = _without_duplicates(trainer, inputs)
     num_items = trainer._get_num_items_in_batch([inputs], trainer.args.device)
-    outputs = _step(trainer, "_smp_evaluate", _evaluate).on_batch(model, inputs, num_items)
+    outputs = _step(trainer, "_smp_evaluate", _evaluate).on_batch(trainer, model, inputs, num_items)
     if not _returns_loss(trainer, inputs):
         return outputs
     is_dict = isinstance(outputs, dict)
