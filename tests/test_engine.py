@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
+import smp_runtime as smp
 from smp_runtime.body import current_body
 from smp_runtime.transport import Address, Topic
 from tests.local_ranks import LocalRank, backward, run_ranks
+from tests.worlds import run_world
 
 WIDTH = 4
 
@@ -294,17 +297,19 @@ def test_python_draws_the_same_for_the_same_microbatch_and_is_restored() -> None
     assert len({*first, *second, *other}) == 6  # each step and microbatch has its own
 
 
+def _keeps_the_generator() -> bool:
+    smp.init({"pipeline_parallel_degree": dist.get_world_size(), "microbatches": 2})
+    draw = smp.step(lambda x: x + torch.rand(2, 3))
+    before = torch.get_rng_state()
+    draw(torch.zeros(4, 3))
+    return torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.world
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_step_leaves_torchs_generator_where_it_was(size: int) -> None:
-    def body(rank: LocalRank) -> bool:
-        if rank.index:
-            rank.step(lambda x: None, [1, 2])
-            return True
-        before = torch.get_rng_state()
-        rank.step(lambda x: torch.rand(3), [1, 2])
-        return torch.equal(torch.get_rng_state(), before)
-
-    assert run_ranks(size, body) == [True] * size
+    # In processes: ranks that are threads share the generator.
+    assert run_world(size, _keeps_the_generator) == [True] * size
 
 
 def test_evaluations_do_not_change_the_numbers_of_training() -> None:

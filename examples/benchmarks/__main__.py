@@ -40,7 +40,11 @@ def options() -> argparse.Namespace:
         "--sections", type=words, default=[*SECTIONS], metavar="NAME,NAME", help=", ".join(SECTIONS)
     )
     add("--only", type=words, default=[], metavar="NAME,NAME", help="contestants, by part of name")
-    return parser.parse_args()
+    args = parser.parse_args()
+    unknown = [section for section in args.sections if section not in SECTIONS]
+    if unknown:
+        parser.error(f"unknown sections {unknown}; there are {', '.join(SECTIONS)}")
+    return args
 
 
 def numbers(text: str) -> list[int]:
