@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from .checkpoint_reader import load_torch_file
-from .errors import CheckpointNotFoundError
+from .errors import CheckpointMismatchError, CheckpointNotFoundError
+from .pending_values import is_pending
 from .placing import LocalPart
 from .pretrained_export import Parts, write_pretrained
 from .pretrained_folder import load_weights, open_weights
@@ -38,7 +39,8 @@ def from_pretrained(
         folder: a local Hugging Face folder with safetensors files, sharded in any way.
         model_class: a class of transformers; `AutoModelForCausalLM` if not given.
         dtype: type of the parameters; the folder's own if not given.
-        strict: every parameter has to be in the folder, and everything there has to be one.
+        strict: everything in the folder has to be a parameter. Every parameter has to be there in
+            any case.
         settings: changes to the configuration.
 
     Returns:
@@ -71,6 +73,13 @@ def from_pretrained(
             path, local_files_only=True
         )
     load_weights(weights, module, strict, is_partitioned=False)
+    lost = [name for name, p in module.named_parameters() if p.is_meta and not is_pending(p)]
+    if lost:
+        raise CheckpointMismatchError(
+            f"{path} has no values for {', '.join(lost[:10])}; build the model in "
+            "smp.model_creation, wrap it, and call smp.resume_from_checkpoint(folder, "
+            "partial=False, strict=False): what is missing is initialised then"
+        )
     return module.eval()
 
 

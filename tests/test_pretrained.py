@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    MixtralConfig,
+)
 
 import smp_runtime as smp
 from smp_runtime.errors import (
@@ -168,3 +174,34 @@ def test_what_does_not_fit_is_named_on_every_rank(tmp_path: Path) -> None:
         smp.from_pretrained(tmp_path / "good")
     with pytest.raises(CheckpointNotFoundError, match="there is no folder"):
         smp.from_pretrained(tmp_path / "absent")
+
+
+def test_a_head_that_is_not_there_is_initialised_if_the_rest_is_loaded(tmp_path: Path) -> None:
+    plain = plain_folder("llama", tmp_path)
+    with pytest.raises(CheckpointMismatchError, match="has no values for score.weight"):
+        smp.from_pretrained(tmp_path, LlamaForSequenceClassification, strict=False, pad_token_id=0)
+
+    @smp.step
+    def classify(model: Any, tokens: Tensor) -> Tensor:
+        scores: Tensor = model(input_ids=tokens).logits
+        return scores
+
+    def build() -> Any:
+        torch.manual_seed(5)
+        config = LlamaConfig(**SIZES, num_hidden_layers=3, pad_token_id=0)
+        return LlamaForSequenceClassification(config)
+
+    def body() -> Tensor:
+        with smp.model_creation():
+            module = build()
+        model = start(module)
+        smp.resume_from_checkpoint(tmp_path, partial=False, strict=False)
+        with torch.no_grad():
+            return classify(model, TOKENS).outputs[0]
+
+    expected = build()
+    expected.model.load_state_dict(plain.model.state_dict())
+    with torch.no_grad():
+        scores = expected(input_ids=TOKENS).logits
+    for found in run_world(2, body):
+        torch.testing.assert_close(found, scores, rtol=1e-5, atol=1e-6)
