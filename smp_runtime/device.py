@@ -10,8 +10,11 @@ import torch
 
 def has_accelerator() -> bool:
     """Says whether this process computes on a CUDA device."""
-    # The launcher may have put stand-ins into torch.cuda, for scripts; it marks them.
-    return torch.cuda.is_available() and not getattr(torch.cuda, "is_emulated", False)
+    # Somebody may have put stand-ins into torch.cuda, for scripts. The launcher marks its own; a
+    # torch without CUDA knows better than any.
+    is_built: bool = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+    is_emulated: bool = getattr(torch.cuda, "is_emulated", False)
+    return is_built and torch.cuda.is_available() and not is_emulated
 
 
 def current_device() -> torch.device:

@@ -87,6 +87,14 @@ def test_the_runtime_computes_on_the_cpu() -> None:
     assert emulated(body) == (False, "cpu", "gloo")
 
 
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="needs a torch without CUDA")
+def test_a_torch_without_cuda_is_believed_rather_than_stand_ins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not device.has_accelerator()
+
+
 @pytest.mark.parametrize("asked", ["torch.autocast", "torch.cuda.amp.autocast"])
 def test_mixed_precision_is_the_cpus(asked: str) -> None:
     def body() -> str:
