@@ -10,12 +10,9 @@ error. Modules without parameters between those of several ranks are glue and st
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from . import device
@@ -28,21 +25,15 @@ from .checkpointed_modules import (
     run_in_groups,
     set_mark,
 )
-from .checkpointing_choice import choose_all
-from .errors import PartitionError, UsageError
+from .checkpointing_marks import check_marks, is_partitioned, is_whole, refuse
+from .errors import UsageError
 from .layer_groups import group_size
-from .module_tree import ModuleNode
 from .native_checkpoint import checkpointing_calls
-from .ownership import PlacedModule
-from .partition_table import Partition, in_ranges
-from .placed import placement_of
 from .runtime import current, local_size
 from .seq_layers import block_list
 from .wrapping import Level, Wrapper
 
 _log = logging.getLogger("smp_runtime")
-
-_MOST_NAMES = 6
 
 
 def checkpoint(
@@ -78,8 +69,8 @@ def checkpoint(
         return call_checkpointed(
             path_of(module), modules, module, preserve_rng_state, *args, **kwargs
         )
-    if not _is_whole(module):
-        _refuse(module)
+    if not is_whole(module):
+        refuse(module)
         return module(*args, **kwargs)
     with checkpointing_calls(body, preserve_rng_state):
         return module(*args, **kwargs)
@@ -121,10 +112,10 @@ def checkpoint_sequential(
             "step; write 'each', 'contiguous' or 'group_N' here"
         )
     body = current_body()
-    if body is not None and body.glue.is_active and not _is_whole(sequential):
+    if body is not None and body.glue.is_active and not is_whole(sequential):
         for layer in sequential:
-            if not _is_whole(layer):
-                _refuse(layer)
+            if not is_whole(layer):
+                refuse(layer)
     return run_in_groups(
         sequential, input, _functional_mark(sequential, strategy, preserve_rng_state)
     )
@@ -181,7 +172,7 @@ def set_activation_checkpointing(
         set_mark(marked, None)
     for unit in units:
         set_mark(unit, Mark(strategy, preserve_rng_state) if enabled else None)
-    if enabled and _is_partitioned():
+    if enabled and is_partitioned():
         check_marks(units)
 
 
@@ -193,12 +184,12 @@ def list_activation_checkpointing() -> dict[str, str]:
     model = current().model
     if model is None:
         return {}
-    is_known = _is_partitioned()
+    is_known = is_partitioned()
     return {
         path: mark.strategy
         for path, module in model.get_module().named_modules()
         if (mark := mark_of(module)) is not None
-        and (not is_known or isinstance(module, nn.Sequential) or _is_whole(module))
+        and (not is_known or isinstance(module, nn.Sequential) or is_whole(module))
     }
 
 
@@ -222,128 +213,6 @@ def _leave_the_choice(
         1 if device.has_accelerator() else local_size()
     )
     runtime.choices[id(module)] = (module, preserve_rng_state, budget)
-
-
-# -- called by the model ---------------------------------------------------------------------------
-
-
-def choose_modules(
-    model: nn.Module, root: ModuleNode, partition: Partition | None, in_flight: Mapping[int, int]
-) -> list[tuple[str, bool]]:
-    """Makes the choices that were left to this package.
-
-    Returns:
-        The paths of the chosen modules, and whether their random numbers are drawn again.
-    """
-    paths = {id(module): path for path, module in model.named_modules()}
-    found: list[tuple[str, bool]] = []
-    for module, preserve_rng_state, budget in current().choices.values():
-        names = [paths[id(layer)] for layer in module.children() if id(layer) in paths]
-        for choice in choose_all(root, partition, in_flight, names, budget):
-            _log.info("%s", choice)
-            found += [(path, preserve_rng_state) for path in choice.paths]
-    return found
-
-
-def mark_chosen(model: nn.Module, chosen: Iterable[tuple[str, bool]]) -> None:
-    """Marks the chosen modules, on every rank."""
-    for path, preserve_rng_state in chosen:
-        set_mark(model.get_submodule(path), Mark("each", preserve_rng_state))
-
-
-def check_all_marks(model: nn.Module) -> None:
-    """Warns of marked modules that can't be checkpointed, once they are placed.
-
-    Raises:
-        PartitionError: they were placed by hand.
-    """
-    check_marks([module for module in model.modules() if mark_of(module) is not None])
-
-
-def check_marks(modules: list[nn.Module]) -> None:
-    """Does the same for some modules."""
-    for module in modules:
-        is_sequence = isinstance(module, nn.Sequential) and not _is_whole(module)
-        units: Iterable[nn.Module] = module.children() if is_sequence else [module]
-        for unit in units:
-            if not _is_whole(unit):
-                _refuse(unit)
-
-
-def assignment_lines(model: nn.Module) -> str:
-    """Returns what the log of the partition says of activation checkpointing, "" for nothing."""
-    by_home: dict[str, list[str]] = {}
-    for path, module in model.named_modules():
-        mark = mark_of(module)
-        if mark is None or (
-            _ranks_of(module) and not _is_whole(module) and mark.strategy == "each"
-        ):
-            continue
-        name = "/".join(["main", *filter(None, path.split("."))])
-        if mark.strategy != "each":
-            name = f"{name} ({mark.strategy})"
-        by_home.setdefault(in_ranges(_ranks_of(module)), []).append(name)
-    lines = [
-        f"\nactivation checkpointing on {home}: {', '.join(names)}"
-        for home, names in by_home.items()
-    ]
-    return "".join(lines)
-
-
-# -- where a module lives --------------------------------------------------------------------------
-
-
-def _is_partitioned() -> bool:
-    model = current().model
-    return model is not None and model.partition is not None
-
-
-def _placed() -> Mapping[str, PlacedModule]:
-    return current().engine.ownership.placed
-
-
-def _inside(module: nn.Module) -> set[int]:
-    return {id(part) for part in module.modules()}
-
-
-def _is_whole(module: nn.Module) -> bool:
-    """Says whether a module is on one rank as a whole, or has nothing that is on any."""
-    if placement_of(module) is not None or not _ranks_of(module):
-        return True
-    return any(part is module for placed in _placed().values() for _, part in placed.modules)
-
-
-def _ranks_of(module: nn.Module) -> list[int]:
-    owner_of = current().engine.ownership.owner_of
-    tensors = (*module.parameters(), *module.buffers())
-    return sorted({owner for tensor in tensors if (owner := owner_of(tensor)) is not None})
-
-
-def _refuse(module: nn.Module) -> None:
-    runtime = current()
-    message = _why_not(module)
-    if not runtime.config.auto_partition:
-        raise PartitionError(f"{message}; place it on one rank, or checkpoint its parts")
-    if dist.get_rank() == 0:
-        _warn(f"{message}; it runs without activation checkpointing")
-
-
-@functools.cache
-def _warn(message: str) -> None:
-    _log.warning("%s", message)
-
-
-def _why_not(module: nn.Module) -> str:
-    parts = _inside(module)
-    nearest = [p for p, placed in _placed().items() if id(placed.modules[0][1]) in parts]
-    named = ", ".join(nearest[:_MOST_NAMES]) + (", ..." if len(nearest) > _MOST_NAMES else "")
-    ranks = _ranks_of(module)
-    where = f"ranks {in_ranges(ranks)} hold" if len(ranks) > 1 else f"rank {ranks[0]} holds"
-    could = f"could be checkpointed: {named}" if nearest else "none of its parts could be"
-    path = path_of(module)
-    return (
-        f"{path} can't be checkpointed, as it is not placed as a whole: {where} its parts ({could})"
-    )
 
 
 def _functional_mark(sequential: nn.Sequential, strategy: str, preserve_rng_state: bool) -> Mark:

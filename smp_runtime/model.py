@@ -14,14 +14,14 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from . import device
-from .activation_checkpointing import (
+from .body import current_body
+from .checkpointed_call import switched_off
+from .checkpointing_marks import (
     assignment_lines,
     check_all_marks,
     choose_modules,
     mark_chosen,
 )
-from .body import current_body
-from .checkpointed_call import switched_off
 from .data_parallel import DataParallel, Held
 from .errors import NotSupportedError, UsageError
 from .norms import clip_gradients, watch_clip_grad_norm
