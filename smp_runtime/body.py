@@ -32,8 +32,9 @@ from .values import LEAF, Cell, Operand, StandIn, Value, tag, tag_of
 if TYPE_CHECKING:
     from .analysis import Analyser
     from .glue import GlueMode
+    from .known_calls import Known
     from .ownership import Ownership
-    from .recomputation import Known, Recomputation
+    from .recomputation import Recomputation
     from .reports import Reports
 
 

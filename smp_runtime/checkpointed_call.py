@@ -14,7 +14,8 @@ import torch
 
 from .body import current_body
 from .forward_state import NamedModules
-from .recomputation import Known, Recomputation
+from .known_calls import Known
+from .recomputation import Recomputation
 
 _log = logging.getLogger("smp_runtime")
 _thread = threading.local()

@@ -26,10 +26,11 @@ from .errors import NotSupportedError, PeerError, SMPError, UsageError
 from .export import Exported, export, settle
 from .failure import locate, report
 from .glue import GlueMode, watch_autograd_functions
+from .known_calls import Known
 from .native_checkpoint import watch_checkpointing
 from .ownership import Ownership
 from .paths import Paths
-from .recomputation import Known, Recomputation
+from .recomputation import Recomputation
 from .reports import Reports
 from .rng import RandomStreams, host_random_state, set_host_random_state
 from .runs import Run, StepReport

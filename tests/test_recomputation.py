@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from smp_runtime.errors import NotSupportedError, RecomputationError
-from smp_runtime.recomputation import Habits, Known, Recomputation, Slot
+from smp_runtime.known_calls import Habits, Known
+from smp_runtime.recomputation import Recomputation, Slot
 from smp_runtime.saved_bytes import SavedBytes
 
 WIDTH = 6
