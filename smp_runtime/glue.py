@@ -33,7 +33,7 @@ from .values import Operand
 _log = logging.getLogger("smp_runtime")
 
 _PROPERTY_NAMES = """
-_version dtype grad is_cuda is_mkldnn is_mps is_nested is_quantized
+_version dtype is_cuda is_mkldnn is_mps is_nested is_quantized
 is_sparse is_xpu itemsize layout name names nbytes ndim output_nr shape
 """
 _METHOD_NAMES = """
@@ -64,6 +64,7 @@ _FREEZING = frozenset(
 )
 _DEVICE: Callable[..., Any] = torch.Tensor.device.__get__
 _IS_META: Callable[..., Any] = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+_GRAD: Callable[..., Any] = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _AUTOGRAD = frozenset([_REQUIRES_GRAD, _IS_LEAF, _GRAD_FN])
 _MIRRORED: dict[Any, Callable[..., Any]] = {
@@ -174,6 +175,8 @@ class GlueMode(TorchFunctionMode):
         operands = [Operand(*item) for item in zip(tensors, values, strict=True)]
         if func in _AUTOGRAD:
             return self._autograd(func, operands[0])
+        if func == _GRAD:
+            return self._gradient(operands[0])
         if func in _FREEZING and isinstance(operands[0].tensor, torch.nn.Parameter):
             # Every rank keeps the flag of every parameter.
             self.body.forget(operands[0].tensor)
@@ -186,6 +189,18 @@ class GlueMode(TorchFunctionMode):
         if tensor.is_meta and self.body.engine.ownership.owner_of(tensor) is not None:
             return device.current_device() if func == _DEVICE else False
         return found
+
+    def _gradient(self, operand: Operand) -> Any:
+        """Returns the gradient of a leaf; that of another tensor is on its owner only."""
+        value = operand.value
+        assert value is not None
+        is_leaf = value.is_leaf or isinstance(operand.tensor, torch.nn.Parameter)
+        if is_leaf or not value.meta.requires_grad:
+            return operand.tensor.grad
+        raise NotSupportedError(
+            f"the gradient of {value.origin} is on rank {value.owner} of the pipeline only; read "
+            "it in a hook (`h.register_hook(...)`), or in a module that lives on one rank"
+        )
 
     def _autograd(self, func: Callable[..., Any], operand: Operand) -> Any:
         """Answers what autograd knows of an owned tensor, alike on all ranks."""

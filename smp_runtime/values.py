@@ -177,7 +177,9 @@ class StandIn(torch.Tensor):
             return StandIn(meta_of(stand_in)._replace(requires_grad=False))
         raise UsageError(
             f"{func} was called on a tensor whose data is on another pipeline rank; tensors made "
-            "inside an @smp.step function can only be used inside it, or returned from it"
+            "inside an @smp.step function can only be used inside it, or returned from it. Inside, "
+            "what computes unseen by torch's function modes (torch.jit.script, torch.func.vmap, "
+            "torch.compile, C++ extensions) must be part of a module that lives on one rank"
         )
 
 

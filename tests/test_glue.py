@@ -220,3 +220,26 @@ def test_glue_stops_inside_modules_and_resumes_after() -> None:
         return [*seen, body.glue.is_active]
 
     assert run(glue) == [[True, False, True, False, True]] * 2
+
+
+def test_the_gradient_of_an_activation_is_refused() -> None:
+    def glue(model: Any, x: Tensor) -> Any:
+        h = model.first(x)
+        h.retain_grad()
+        return h.grad
+
+    with pytest.raises(NotSupportedError, match="the gradient of the output of first is on rank 0"):
+        run(glue)
+
+
+def test_gradients_of_leaves_and_of_what_needs_none_are_read() -> None:
+    def glue(model: Any, x: Tensor) -> Any:
+        return x.grad, model.first(x).detach().grad, next(model.first.parameters()).grad
+
+    assert run(glue) == [(None, None, None)] * 2
+
+
+def test_what_computes_unseen_is_refused() -> None:
+    function = torch.func.vmap(torch.sin)
+    with pytest.raises((UsageError, NotSupportedError), match=r"torch.jit.script, torch.func.vmap"):
+        run(lambda model, x: function(model.first(x)))
