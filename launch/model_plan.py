@@ -8,9 +8,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from smp_runtime.config import Config
 from smp_runtime.errors import ConfigError
-from smp_runtime.partitioning import Partition, partition
-from smp_runtime.precision import Precision
-from smp_runtime.trace import trace_model
+from smp_runtime.optimization.precision import Precision
+from smp_runtime.planning.partitioning import Partition, partition
+from smp_runtime.tracing.trace import trace_model
 
 from .overview import chain_plan
 

@@ -1,8 +1,8 @@
 """What a run would do, without starting it: where its ranks are and the schedule of one step."""
 
 from smp_runtime.config import Config
-from smp_runtime.placement import Placement
-from smp_runtime.schedule import Plan, draw, plan, starts
+from smp_runtime.planning.placement import Placement
+from smp_runtime.planning.schedule import Plan, draw, plan, starts
 
 
 def dry_run(config: Config, num_ranks: int, *, recomputes: bool = False) -> str:

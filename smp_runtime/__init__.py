@@ -3,14 +3,10 @@
 from . import amp as amp
 from . import nn as nn
 from . import optimizers as optimizers
-from .activation_checkpointing import (
-    checkpoint,
-    checkpoint_sequential,
-    list_activation_checkpointing,
-    set_activation_checkpointing,
-)
 from .amp import GradScaler
-from .communication import (
+from .creation.model_creation import delay_param_initialization, model_creation
+from .manual_partition import partition, set_partition
+from .messages.communication import (
     DP_GROUP,
     MP_GROUP,
     PP_GROUP,
@@ -28,14 +24,16 @@ from .communication import (
     recv_from,
     send,
 )
-from .data_sampling import replica_sampler
-from .manual_partition import partition, set_partition
 from .microbatch import StepOutput
 from .model import DistributedModel, is_tracing
-from .model_creation import delay_param_initialization, model_creation
 from .optimizer import DistributedOptimizer
-from .partial_files import load, save
-from .pretrained import from_pretrained
+from .recomputing.activation_checkpointing import (
+    checkpoint,
+    checkpoint_sequential,
+    list_activation_checkpointing,
+    set_activation_checkpointing,
+)
+from .replication.data_sampling import replica_sampler
 from .runtime import (
     dp_rank,
     dp_size,
@@ -66,7 +64,9 @@ from .runtime import (
     tp_rank,
     tp_size,
 )
-from .saving import resume_from_checkpoint, save_checkpoint
+from .saving.partial_files import load, save
+from .saving.pretrained import from_pretrained
+from .saving.training_state import resume_from_checkpoint, save_checkpoint
 from .step_function import step
 from .tensor_parallelism import (
     register_parameter,

@@ -77,7 +77,7 @@ def repair_when_imported() -> None:
     """Repairs the Trainer, now or when it is imported; at most once."""
     module = sys.modules.get(_TRAINER)
     if module is not None and "Trainer" in vars(module):
-        from .hf_repairs import repair
+        from .trainer.hf_repairs import repair
 
         repair(module, sys.modules[_ARGUMENTS])
     elif module is not None:

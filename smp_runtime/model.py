@@ -14,38 +14,38 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from . import device
-from .body import current_body
-from .checkpointed_call import switched_off
-from .checkpointing_marks import (
+from .creation.pending_values import forget
+from .errors import NotSupportedError, UsageError
+from .execution.body import current_body
+from .execution.placing import LocalPart, named_state, seed_drawing_modules, to_device
+from .execution.wrapping import Wrapper
+from .messages.transport import Address, Topic
+from .optimization.norms import clip_gradients, watch_clip_grad_norm
+from .optimization.precision import Precision
+from .optimization.remote_gradients import RemoteGradients
+from .optimization.shared_parameters import SharedGradients, make_equal
+from .optimizer import LocalOptimizer, keep_local
+from .planning.partitioning import Partition, partition
+from .planning.schedule import plan
+from .recomputing.checkpointed_call import switched_off
+from .recomputing.checkpointing_marks import (
     assignment_lines,
     check_all_marks,
     choose_modules,
     mark_chosen,
 )
-from .data_parallel import DataParallel, Held
-from .errors import NotSupportedError, UsageError
-from .norms import clip_gradients, watch_clip_grad_norm
-from .optimizer import LocalOptimizer, keep_local
-from .optimizer_state import NamesItsState, load_local_state, local_state, parameter_names
-from .partitioning import Partition, partition
-from .pending_values import forget
-from .placing import LocalPart, named_state, seed_drawing_modules, to_device
-from .precision import Precision
-from .pretrained import save_whole
-from .remote_gradients import RemoteGradients
-from .replicas import Replicas, broadcast_state
-from .replicated_model import ReplicatedModel
-from .roll_call import RollCall
+from .recomputing.saved_bytes import SavedBytes
+from .recomputing.seq_layers import offer_seq_layers
+from .replication.data_parallel import DataParallel, Held
+from .replication.replicas import Replicas, broadcast_state
+from .replication.replicated_model import ReplicatedModel
+from .replication.roll_call import RollCall
 from .runtime import current
-from .saved_bytes import SavedBytes
-from .schedule import plan
-from .seq_layers import offer_seq_layers
-from .shared_parameters import SharedGradients, make_equal
-from .state import full_state_dict, load_into, merged
+from .saving.optimizer_state import NamesItsState, load_local_state, local_state, parameter_names
+from .saving.pretrained import save_whole
+from .saving.state import full_state_dict, load_into, merged
 from .tensor_parallelism import TensorQueries
-from .trace import trace_model
-from .transport import Address, Topic
-from .wrapping import Wrapper
+from .tracing.trace import trace_model
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 from . import device
 from .amp import watch_grad_scalers
 from .errors import NotSupportedError, UsageError
-from .loss_scale import LossScale, StaticLossScale, make_loss_scale
-from .optimizer_dicts import StateDicts
-from .optimizer_state import NamedState, parameter_names
-from .placing import LocalPart
-from .replicas import Replicas
+from .execution.placing import LocalPart
+from .optimization.loss_scale import LossScale, StaticLossScale, make_loss_scale
+from .optimization.optimizer_dicts import StateDicts
+from .optimization.substitutes import Substitutes
+from .replication.replicas import Replicas
 from .runtime import current, is_initialized
-from .substitutes import Substitutes
+from .saving.optimizer_state import NamedState, parameter_names
 
 Closure = Callable[[], Any]
 

@@ -16,20 +16,20 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from . import device
-from .agreement import check_settings
-from .bulletin import FAILURE, Bulletin
-from .clock import Clock
 from .config import Config, load_config
-from .engine import Engine
 from .errors import ConfigError, UsageError
-from .groups import Groups, start_distributed
-from .last_words import explained, speak_last
+from .execution.clock import Clock
+from .execution.engine import Engine
+from .execution.last_words import explained, speak_last
+from .execution.situation import Observer
+from .execution.watchdog import Watchdog
 from .launcher_arguments import drop_mp_parameters
-from .placement import Axis, Coordinates, Placement
-from .situation import Observer
-from .transport import Transport
-from .watchdog import Watchdog
-from .wire import connect
+from .messages.agreement import check_settings
+from .messages.bulletin import FAILURE, Bulletin
+from .messages.groups import Groups, start_distributed
+from .messages.transport import Transport
+from .messages.wire import connect
+from .planning.placement import Axis, Coordinates, Placement
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

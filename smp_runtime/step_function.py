@@ -9,12 +9,13 @@ from typing import Any, overload
 
 import torch
 
-from . import device, rng
-from .body import current_body
+from . import device
 from .errors import UsageError
+from .execution import rng
+from .execution.body import current_body
+from .execution.step_inputs import Call, check_equal, share_inputs
 from .microbatch import Splitter, join
 from .runtime import Runtime, current
-from .step_inputs import Call, check_equal, share_inputs
 from .trees import map_tensors
 
 Weigh = Callable[..., float | torch.Tensor]

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .unpickling import DataUnpickler
+from .messages.unpickling import DataUnpickler
 
 T = TypeVar("T")
 

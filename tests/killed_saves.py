@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 import smp_runtime as smp
-from smp_runtime.checkpoint_index import find
-from smp_runtime.checkpoint_reader import Checkpoint
 from smp_runtime.errors import CheckpointIncompleteError, CheckpointNotFoundError
+from smp_runtime.saving.checkpoint_index import find
+from smp_runtime.saving.checkpoint_reader import Checkpoint
 from tests.worlds import forked
 
 WIDTH = 256

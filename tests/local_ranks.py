@@ -23,15 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smp_runtime.body import current_body
-from smp_runtime.clock import Clock
-from smp_runtime.engine import Engine
 from smp_runtime.errors import PeerError
-from smp_runtime.partitioning import partition
-from smp_runtime.placing import LocalPart, seed_drawing_modules
-from smp_runtime.trace import trace_model
-from smp_runtime.transport import Transport
-from smp_runtime.wire import Stream
+from smp_runtime.execution.body import current_body
+from smp_runtime.execution.clock import Clock
+from smp_runtime.execution.engine import Engine
+from smp_runtime.execution.placing import LocalPart, seed_drawing_modules
+from smp_runtime.messages.transport import Transport
+from smp_runtime.messages.wire import Stream
+from smp_runtime.planning.partitioning import partition
+from smp_runtime.tracing.trace import trace_model
 
 TIMEOUT = 20.0
 

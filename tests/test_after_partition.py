@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import smp_runtime as smp
-from smp_runtime import delayed_values
+from smp_runtime.creation import delayed_values
 from smp_runtime.errors import UsageError
 from tests.worlds import run_world
 

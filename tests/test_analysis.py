@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from smp_runtime.analysis import (
+from smp_runtime.execution.analysis import (
     Analyser,
     Effect,
     New,

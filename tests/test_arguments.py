@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from smp_runtime.arguments import (
+from smp_runtime.execution.arguments import (
     Arguments,
     Change,
     apply_change,

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from trees_of_modules import TreeMaker, homes
 
 from smp_runtime.errors import PartitionError
-from smp_runtime.module_tree import ModuleNode, OwnCost, is_below
-from smp_runtime.partitioning import Partition, partition
+from smp_runtime.planning.module_tree import ModuleNode, OwnCost, is_below
+from smp_runtime.planning.partitioning import Partition, partition
 
 
 @st.composite

@@ -4,7 +4,7 @@ from math import inf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smp_runtime.balance import (
+from smp_runtime.planning.balance import (
     Budget,
     Item,
     SharedGroup,

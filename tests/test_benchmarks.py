@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from smp_runtime.schedule import Kind, plan
-from smp_runtime.simulation import simulate
+from smp_runtime.planning.schedule import Kind, plan
+from smp_runtime.planning.simulation import simulate
 
 ROOT = Path(__file__).parents[1]
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smp_runtime.buckets import Bucket, lay_out
 from smp_runtime.errors import NotSupportedError
+from smp_runtime.replication.buckets import Bucket, lay_out
 from smp_runtime.tensors import gradient_type
 
 

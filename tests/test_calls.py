@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from smp_runtime.body import current_body
 from smp_runtime.errors import NotSupportedError, PathMismatchError, UsageError
-from smp_runtime.transport import Topic
-from smp_runtime.values import StandIn, tag_of
+from smp_runtime.execution.body import current_body
+from smp_runtime.execution.values import StandIn, tag_of
+from smp_runtime.messages.transport import Topic
 from tests.local_ranks import LocalRank, backward, run_ranks
 
 WIDTH = 4

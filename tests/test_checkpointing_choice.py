@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import smp_runtime as smp
-from smp_runtime.checkpointing_choice import Part, choose, peak
 from smp_runtime.errors import UsageError
+from smp_runtime.recomputing.checkpointing_choice import Part, choose, peak
 from tests.test_checkpointing_limits import Logged
 from tests.transformer_subjects import GPT2, tiny
 from tests.worlds import run_world

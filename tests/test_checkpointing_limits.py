@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import smp_runtime as smp
 from smp_runtime.errors import UsageError
-from smp_runtime.layer_groups import SPLIT, layer_groups
+from smp_runtime.recomputing.layer_groups import SPLIT, layer_groups
 from tests.checkpointing_cases import Stack, assert_equal, checkpoint_as, run_steps
 from tests.subjects import WIDTH, Block
 from tests.worlds import run_world, run_world_expecting_failure

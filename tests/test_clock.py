@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import smp_runtime as smp
-from smp_runtime.clock import Clock
-from smp_runtime.schedule import plan
-from smp_runtime.simulation import simulate
+from smp_runtime.execution.clock import Clock
+from smp_runtime.planning.schedule import plan
+from smp_runtime.planning.simulation import simulate
 from tests.worlds import run_world
 
 SPIN = 0.03  # CPU seconds of a stage's forward, and of its backward

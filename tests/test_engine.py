@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 import smp_runtime as smp
-from smp_runtime.body import current_body
-from smp_runtime.transport import Address, Topic
+from smp_runtime.execution.body import current_body
+from smp_runtime.messages.transport import Address, Topic
 from tests.local_ranks import LocalRank, backward, run_ranks
 from tests.worlds import run_world
 

@@ -16,10 +16,10 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from smp_runtime.checkpoint_index import find, read_index
 from smp_runtime.config import ALIASES, ENVIRONMENT_VARIABLE, Config, load_config
 from smp_runtime.errors import SMPError
 from smp_runtime.microbatch import Splitter
+from smp_runtime.saving.checkpoint_index import find, read_index
 
 NAMES = [*Config.model_fields, *ALIASES, "layouts"]
 SCALARS = (

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from smp_runtime.body import current_body
 from smp_runtime.errors import NotSupportedError, PathMismatchError, UsageError
-from smp_runtime.glue import watch_autograd_functions
-from smp_runtime.values import StandIn, tag_of
+from smp_runtime.execution.body import current_body
+from smp_runtime.execution.glue import watch_autograd_functions
+from smp_runtime.execution.values import StandIn, tag_of
 from tests.glue_pieces import PIECES, WIDTH, Glue, Two
 from tests.local_ranks import LocalRank, backward, run_ranks
 

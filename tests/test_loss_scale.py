@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from smp_runtime.errors import ConfigError
-from smp_runtime.loss_scale import DynamicLossScale, StaticLossScale, make_loss_scale
+from smp_runtime.optimization.loss_scale import DynamicLossScale, StaticLossScale, make_loss_scale
 
 
 def scales(overflows: str, **settings: Any) -> list[float]:

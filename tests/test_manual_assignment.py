@@ -2,7 +2,7 @@ import pytest
 from trees_of_modules import language_model
 
 from smp_runtime.errors import PartitionError
-from smp_runtime.partitioning import partition
+from smp_runtime.planning.partitioning import partition
 
 
 def test_the_innermost_pin_wins():

@@ -12,9 +12,9 @@ from torch.optim.lr_scheduler import StepLR
 import smp_runtime as smp
 from smp_runtime.config import Config
 from smp_runtime.errors import ConfigError
-from smp_runtime.partitioning import partition
-from smp_runtime.precision import Precision
-from smp_runtime.trace import trace_model
+from smp_runtime.optimization.precision import Precision
+from smp_runtime.planning.partitioning import partition
+from smp_runtime.tracing.trace import trace_model
 from tests.subjects import WIDTH, Block, Subject, TiedHead, chain, token_prediction, tokens
 from tests.transparency import build, make_batch, microbatch_of
 from tests.worlds import run_world

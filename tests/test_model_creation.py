@@ -17,10 +17,10 @@ from transformers import (
 )
 
 import smp_runtime as smp
-from smp_runtime import delayed_values
-from smp_runtime.delayed_values import Recording
+from smp_runtime.creation import delayed_values
+from smp_runtime.creation.delayed_values import Recording
+from smp_runtime.creation.pending_values import recording
 from smp_runtime.errors import UsageError
-from smp_runtime.pending_values import recording
 from tests.worlds import run_world
 
 LARGE = 64  # in these tests

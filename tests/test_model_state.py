@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from smp_runtime.trace import trace_model
+from smp_runtime.tracing.trace import trace_model
 
 X = torch.zeros(2, 4)
 

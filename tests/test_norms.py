@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad_norm_ as imported_before
 
 import smp_runtime as smp
 from smp_runtime.errors import UsageError
-from smp_runtime.norms import clip_gradients
+from smp_runtime.optimization.norms import clip_gradients
 from tests.subjects import Subject, TiedHead, chain, token_prediction, tokens
 from tests.transparency import build, copies, make_batch, microbatch_of
 from tests.worlds import run_world

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from smp_runtime.ownership import Ownership, keeps_nothing, placed_module
+from smp_runtime.execution.ownership import Ownership, keeps_nothing, placed_module
 
 
 class Own(nn.Linear):

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from smp_runtime.atoms import atoms_at_level, charge
-from smp_runtime.module_tree import ModuleNode, is_below
-from smp_runtime.partitioning import Partition, partition
-from smp_runtime.trace import trace_model
+from smp_runtime.planning.atoms import atoms_at_level, charge
+from smp_runtime.planning.module_tree import ModuleNode, is_below
+from smp_runtime.planning.partitioning import Partition, partition
+from smp_runtime.tracing.trace import trace_model
 
 
 def model_tree(name: str, vocabulary: int, **sizes: Any) -> ModuleNode:

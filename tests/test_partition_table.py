@@ -2,9 +2,9 @@ from dataclasses import replace
 
 from trees_of_modules import TreeMaker, language_model, row_of_layers
 
-from smp_runtime.module_tree import ModuleNode
-from smp_runtime.partition_table import Partition, in_ranges
-from smp_runtime.partitioning import partition
+from smp_runtime.planning.module_tree import ModuleNode
+from smp_runtime.planning.partition_table import Partition, in_ranges
+from smp_runtime.planning.partitioning import partition
 
 
 def test_the_table_goes_down_to_what_is_on_one_partition():

@@ -1,10 +1,10 @@
 import pytest
 from trees_of_modules import TreeMaker, homes, language_model, row_of_layers
 
-from smp_runtime.atoms import charge
 from smp_runtime.errors import PartitionError
-from smp_runtime.module_tree import ModuleNode, OwnCost
-from smp_runtime.partitioning import partition
+from smp_runtime.planning.atoms import charge
+from smp_runtime.planning.module_tree import ModuleNode, OwnCost
+from smp_runtime.planning.partitioning import partition
 
 # The automatic cut.
 

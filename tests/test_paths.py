@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from smp_runtime.errors import PathMismatchError, PeerError
-from smp_runtime.paths import Paths, describe
-from smp_runtime.runs import Run
-from smp_runtime.transport import Address, Message, Topic
+from smp_runtime.execution.paths import Paths, describe
+from smp_runtime.execution.runs import Run
+from smp_runtime.messages.transport import Address, Message, Topic
 from tests.local_ranks import LocalRank, run_ranks
 
 

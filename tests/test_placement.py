@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smp_runtime.errors import ConfigError
-from smp_runtime.placement import Axis, Coordinates, Placement
+from smp_runtime.planning.placement import Axis, Coordinates, Placement
 
 AXES: tuple[Axis, ...] = get_args(Axis)
 STRATEGIES = ("cluster", "spread", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD")

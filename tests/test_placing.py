@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smp_runtime.placing import LocalPart, named_state
+from smp_runtime.execution.placing import LocalPart, named_state
 from tests.local_ranks import LocalRank, run_ranks
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from smp_runtime.errors import NotSupportedError, RecomputationError
-from smp_runtime.known_calls import Habits, Known
-from smp_runtime.recomputation import Recomputation, Slot
-from smp_runtime.saved_bytes import SavedBytes
+from smp_runtime.recomputing.known_calls import Habits, Known
+from smp_runtime.recomputing.recomputation import Recomputation, Slot
+from smp_runtime.recomputing.saved_bytes import SavedBytes
 
 WIDTH = 6
 

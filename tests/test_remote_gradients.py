@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from smp_runtime.errors import UsageError
-from smp_runtime.remote_gradients import RemoteGradient, RemoteGradients
+from smp_runtime.optimization.remote_gradients import RemoteGradient, RemoteGradients
 
 
 class SecondElsewhere:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from smp_runtime import rng
-from smp_runtime.rng import DRAWING_FUNCTIONS, RandomStreams, SeededDraws, draws
+from smp_runtime.execution import rng
+from smp_runtime.execution.rng import DRAWING_FUNCTIONS, RandomStreams, SeededDraws, draws
 
 Numbers = list[float]
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import smp_runtime as smp
-from smp_runtime.saved_bytes import SavedBytes
+from smp_runtime.recomputing.saved_bytes import SavedBytes
 from tests.worlds import run_world
 
 WIDTH, SIZE, NUM_BLOCKS = 32, 16, 8

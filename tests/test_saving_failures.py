@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import smp_runtime as smp
-from smp_runtime import checkpoint_writer, durable_files
 from smp_runtime.errors import SMPError
+from smp_runtime.saving import checkpoint_writer, durable_files
 from tests.killed_saves import kill_and_look
 from tests.saving_job import Job, Layout, on_every_rank
 

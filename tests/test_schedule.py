@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smp_runtime.errors import ScheduleError
-from smp_runtime.schedule import Action, Kind, Plan, Policy, draw, plan, starts
+from smp_runtime.planning.schedule import Action, Kind, Plan, Policy, draw, plan, starts
 
 F, B = Kind.FORWARD, Kind.BACKWARD
 POLICIES: tuple[Policy, ...] = ("interleaved", "simple")

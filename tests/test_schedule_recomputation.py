@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 
-from smp_runtime.schedule import Action, Kind, Plan, Policy, draw, plan
-from smp_runtime.simulation import simulate
+from smp_runtime.planning.schedule import Action, Kind, Plan, Policy, draw, plan
+from smp_runtime.planning.simulation import simulate
 
 F, R, B = Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD
 SIZES = list(itertools.product(range(1, 6), (1, 2, 4, 7)))

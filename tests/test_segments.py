@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from smp_runtime.errors import UsageError
-from smp_runtime.segments import Segments, run_backward
+from smp_runtime.execution.segments import Segments, run_backward
 from tests.local_ranks import LocalRank, backward, run_ranks
 
 

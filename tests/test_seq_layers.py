@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from smp_runtime.seq_layers import offer_seq_layers
+from smp_runtime.recomputing.seq_layers import offer_seq_layers
 
 
 def gpt2() -> Any:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from smp_runtime.shared_parameters import SharedGradients
+from smp_runtime.optimization.shared_parameters import SharedGradients
 from tests.local_ranks import LocalRank, run_ranks
 
 Holders = tuple[int, ...]

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from smp_runtime.schedule import Action, Kind, plan
-from smp_runtime.simulation import simulate
+from smp_runtime.planning.schedule import Action, Kind, plan
+from smp_runtime.planning.simulation import simulate
 
 F, B = Kind.FORWARD, Kind.BACKWARD
 

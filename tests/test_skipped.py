@@ -3,9 +3,9 @@ from collections.abc import Sequence
 import pytest
 from trees_of_modules import TreeMaker
 
-from smp_runtime.module_tree import ModuleNode, OwnCost, ParameterFact
-from smp_runtime.partitioning import partition
-from smp_runtime.skipped import SECONDS_PER_ELEMENT, with_skipped_modules
+from smp_runtime.planning.module_tree import ModuleNode, OwnCost, ParameterFact
+from smp_runtime.planning.partitioning import partition
+from smp_runtime.planning.skipped import SECONDS_PER_ELEMENT, with_skipped_modules
 
 
 def block(make: TreeMaker, path: str, *, called: bool = True, size: int = 4) -> ModuleNode:

@@ -1,6 +1,6 @@
 """Ranks are stuck when each needs another one of them and no message is under way."""
 
-from smp_runtime.standing import Standing, stuck_ranks
+from smp_runtime.messages.standing import Standing, stuck_ranks
 
 
 def standing(*needs: tuple[int, ...], sent: dict[int, int], received: dict[int, int]) -> Standing:

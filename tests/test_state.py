@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smp_runtime.state import full_state_dict, load_into
+from smp_runtime.saving.state import full_state_dict, load_into
 from tests.local_ranks import LocalRank, backward, run_ranks
 
 

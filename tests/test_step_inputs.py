@@ -14,7 +14,7 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import BaseModelOutput
 
 from smp_runtime.errors import UsageError
-from smp_runtime.step_inputs import share_inputs
+from smp_runtime.execution.step_inputs import share_inputs
 from tests.local_ranks import LocalRank, run_ranks
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from smp_runtime.optimizer_state import Piece
-from smp_runtime.substitutes import Substitute, Substitutes
+from smp_runtime.optimization.substitutes import Substitute, Substitutes
+from smp_runtime.saving.optimizer_state import Piece
 
 
 def parameter(values: list[float], dtype: torch.dtype = torch.float32) -> nn.Parameter:

@@ -8,7 +8,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from smp_runtime.thread_state import ThreadState
+from smp_runtime.execution.thread_state import ThreadState
 
 
 def in_thread(state: ThreadState, look: Callable[[], Any]) -> tuple[Any, Any]:

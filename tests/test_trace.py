@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from smp_runtime.module_tree import ModuleNode
-from smp_runtime.op_cost import CPU, parameter_gradient_cost
-from smp_runtime.trace import trace_model
+from smp_runtime.planning.module_tree import ModuleNode
+from smp_runtime.tracing.op_cost import CPU, parameter_gradient_cost
+from smp_runtime.tracing.trace import trace_model
 
 X = torch.zeros(2, 4)
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from smp_runtime.partitioning import Partition, partition
-from smp_runtime.trace import Trace, trace_model
+from smp_runtime.planning.partitioning import Partition, partition
+from smp_runtime.tracing.trace import Trace, trace_model
 
 X = torch.zeros(2, 4)
 

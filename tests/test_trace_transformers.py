@@ -9,7 +9,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
 )
 
-from smp_runtime.trace import trace_model
+from smp_runtime.tracing.trace import trace_model
 
 TINY = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2}
 BLOCK = {"intermediate_size": 32, "num_attention_heads": 2}

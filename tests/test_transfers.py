@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smp_runtime.errors import ScheduleError
-from smp_runtime.schedule import Action, Kind, Plan, Policy, plan
-from smp_runtime.transfers import Step, Transfer, Verb, check_unbuffered, with_transfers
+from smp_runtime.planning.schedule import Action, Kind, Plan, Policy, plan
+from smp_runtime.planning.transfers import Step, Transfer, Verb, check_unbuffered, with_transfers
 
 POLICIES: tuple[Policy, ...] = ("interleaved", "simple")
 

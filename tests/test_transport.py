@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from smp_runtime.errors import PeerError
-from smp_runtime.transport import Address, Message, Topic, Transport
-from smp_runtime.wire import connect
+from smp_runtime.messages.transport import Address, Message, Topic, Transport
+from smp_runtime.messages.wire import connect
 from tests.local_ranks import local_streams
 from tests.worlds import run_world
 

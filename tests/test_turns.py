@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from smp_runtime.runs import Run
-from smp_runtime.schedule import Action, Kind, plan
-from smp_runtime.transport import Address, Topic
-from smp_runtime.turns import Turns
+from smp_runtime.execution.runs import Run
+from smp_runtime.execution.turns import Turns
+from smp_runtime.messages.transport import Address, Topic
+from smp_runtime.planning.schedule import Action, Kind, plan
 
 MESSAGE = Address(Topic.DATA, 1, 0, 1, 1)
 OTHER = Address(Topic.DATA, 1, 1, 1, 1)

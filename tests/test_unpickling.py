@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from transformers.cache_utils import DynamicCache
 
 from smp_runtime.errors import NotSupportedError
-from smp_runtime.unpickling import load_data
+from smp_runtime.messages.unpickling import load_data
 
 
 @dataclass

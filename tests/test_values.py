@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from smp_runtime.errors import UsageError
+from smp_runtime.execution.values import Cell, StandIn, Value, tag, tag_of
 from smp_runtime.tensors import TensorMeta, meta_of
-from smp_runtime.values import Cell, StandIn, Value, tag, tag_of
 
 
 def make_value(tensor: torch.Tensor, cell: Cell) -> Value:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from smp_runtime.errors import NotSupportedError, PathMismatchError, UsageError
-from smp_runtime.transport import Address, Topic
+from smp_runtime.messages.transport import Address, Topic
 from tests.local_ranks import LocalRank, backward, run_ranks
 from tests.test_engine import WIDTH, chain, pins
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import smp_runtime as smp
-from smp_runtime.agreement import check_settings
-from smp_runtime.bulletin import FAILURE, ROLL_CALL, Bulletin
 from smp_runtime.errors import ConfigError, WaitTimeoutError
-from smp_runtime.situation import Situation, table
+from smp_runtime.execution.situation import Situation, table
+from smp_runtime.messages.agreement import check_settings
+from smp_runtime.messages.bulletin import FAILURE, ROLL_CALL, Bulletin
 from tests.subjects import Block
 from tests.worlds import run_world
 

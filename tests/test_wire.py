@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from smp_runtime import wire
 from smp_runtime.errors import PeerError, WaitTimeoutError
-from smp_runtime.wire import Stream, connect
+from smp_runtime.messages import wire
+from smp_runtime.messages.wire import Stream, connect
 from tests.worlds import run_world
 
 SECRET = b"s" * 32

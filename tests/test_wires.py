@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from smp_runtime.transport import Address, Topic, Transport
+from smp_runtime.messages.transport import Address, Topic, Transport
 from tests.local_ranks import LocalRank, backward, run_ranks
 from tests.subjects import SUBJECTS
 from tests.test_engine import WIDTH, chain, pins

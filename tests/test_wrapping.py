@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smp_runtime.wrapping import Level, Wrapper
+from smp_runtime.execution.wrapping import Level, Wrapper
 
 
 class User(nn.Module):

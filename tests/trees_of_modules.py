@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import count
 
-from smp_runtime.module_tree import ModuleNode, OwnCost, ParameterFact, is_below
-from smp_runtime.partitioning import Partition
+from smp_runtime.planning.module_tree import ModuleNode, OwnCost, ParameterFact, is_below
+from smp_runtime.planning.partitioning import Partition
 
 
 class TreeMaker:

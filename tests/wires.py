@@ -17,9 +17,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from smp_runtime import transport, wire
-from smp_runtime.body import Body
 from smp_runtime.errors import WaitTimeoutError
+from smp_runtime.execution.body import Body
+from smp_runtime.messages import transport, wire
 
 _FRAME = struct.Struct("<Bq")
 _DATA, _TAKEN = 0, 1

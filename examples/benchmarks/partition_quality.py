@@ -19,10 +19,10 @@ from rich.table import Table
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from smp_runtime.atoms import atoms_at_level, charge
-from smp_runtime.module_tree import ModuleNode
-from smp_runtime.partitioning import partition
-from smp_runtime.trace import trace_model
+from smp_runtime.planning.atoms import atoms_at_level, charge
+from smp_runtime.planning.module_tree import ModuleNode
+from smp_runtime.planning.partitioning import partition
+from smp_runtime.tracing.trace import trace_model
 
 SHAPES = {
     "gpt2": {"n_embd": 256, "n_layer": 8, "n_head": 8},

@@ -5,7 +5,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import get_rank, get_world_size
 
-from smp_runtime.groups import start_distributed
+from smp_runtime.messages.groups import start_distributed
 from smp_runtime.runtime import local_rank as get_local_rank
 
 __all__ = ["get_local_rank", "get_rank", "get_world_size", "init_process_group"]

@@ -1,0 +1,1 @@
+"""Models made without memory, and the values that each rank's part gets."""

@@ -1,0 +1,1 @@
+"""One step on one rank: bodies, glue, placed modules, transfers, backward passes."""

@@ -1,0 +1,1 @@
+"""Activation checkpointing: what is not kept but computed again."""

@@ -1,0 +1,1 @@
+"""Data parallelism: gradients, buffers and batches of replicas."""

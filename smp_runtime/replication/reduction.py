@@ -1,0 +1,279 @@
+"""Gradients averaged over replicas, bucket by bucket, while the backward pass goes on.
+
+DistributedDataParallel can't serve: it arms its reduction in a forward, and in a pipeline the last
+forward is not that of the last backward. Here nothing but gradients of the last microbatch starts
+a bucket, and buckets start in one order on all replicas, that of the first step's gradients.
+
+A rank may run several backward passes for one microbatch (segments, or losses one after the
+other), and a parameter may get a gradient in more than one of them. How many to wait for is
+learned: the most that any step had. Should another one come after its bucket was launched, it is
+kept apart and averaged after the others. What was expected and did not come is not waited for
+beyond the last backward pass.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..errors import UsageError
+from ..execution.body import current_body
+from .buckets import Bucket, lay_out
+
+CommHook = Callable[[Any, Any], torch.futures.Future[Any]]
+
+_NEVER = 1 << 30
+
+
+class Span(NamedTuple):
+    """When one bucket was under way, on the clock of `time.perf_counter`."""
+
+    launched: float
+    reduced: float
+
+
+class Reduction:
+    """The gradient reduction of one rank with its replicas.
+
+    Args:
+        group: the replicas, in a process group that nobody else uses: collectives launched from a
+            backward pass must not mix with those of the script.
+        bucket_bytes: most bytes of a bucket.
+        is_overlapped: launch buckets during the backward pass; the result is the same.
+        as_views: gradients are views of the buckets.
+
+    Attributes:
+        spans: when each bucket of the last step was under way, in the order of their ends.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, bucket_bytes: int, *, is_overlapped: bool, as_views: bool
+    ) -> None:
+        self._group = group
+        self._size = group.size()
+        self._bucket_bytes = bucket_bytes
+        self._is_overlapped = is_overlapped
+        self._as_views = as_views
+        self._hook: tuple[Any, CommHook] | None = None
+        self._parameters: list[nn.Parameter] = []
+        self._handles: list[RemovableHandle] = []
+        self._expected: dict[nn.Parameter, int] = {}
+        self._buckets: list[Bucket] = []
+        self._bucket_of: dict[nn.Parameter, int] = {}
+        self._pending: list[int] = []
+        self._counts: dict[nn.Parameter, int] = {}
+        self._last_microbatch: int | None = None
+        self._on_backward: Callable[[], None] | None = None
+        self._divisor = float(self._size)
+        self._step = 0
+        self._shared: set[int] = set()
+        self._works: list[torch.futures.Future[Any]] = []
+        self._had: list[list[bool]] = []
+        self.spans: list[Span] = []
+
+    @property
+    def num_buckets(self) -> int:
+        """The number of buckets, 0 before the first reduction."""
+        return len(self._buckets)
+
+    def use_hook(self, state: Any, hook: CommHook) -> None:
+        """Reduces by ``hook(state, bucket)`` from now on."""
+        self._hook = (state, hook)
+
+    def watch(self, parameters: Sequence[nn.Parameter], on_backward: Callable[[], None]) -> None:
+        """Calls `on_backward` for each gradient that comes outside of steps."""
+        self._watch([parameter for parameter in parameters if parameter.requires_grad])
+        self._on_backward = on_backward
+
+    def begin(
+        self,
+        parameters: Sequence[nn.Parameter],
+        shared: Sequence[nn.Parameter],
+        last_microbatch: int,
+        divisor: int | None = None,
+        step: int = 0,
+    ) -> None:
+        """Arms the reduction for a step, before any backward pass of its last microbatch.
+
+        Args:
+            parameters: this rank's parameters, in an order equal on all replicas.
+            shared: those among them whose gradients are complete only after the step.
+            last_microbatch: the one whose gradients complete the sums.
+            divisor: what sums are divided by; the number of replicas if not given.
+            step: a number that must be the same on all replicas.
+        """
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        if [id(p) for p in trained] != [id(p) for p in self._parameters]:
+            self._watch(trained)
+        self._shared = {id(parameter) for parameter in shared}
+        self._divisor = float(divisor or self._size)
+        self._step = step
+        self._counts = {}
+        self._works, self._had, self.spans = [], [], []
+        self._pending = [len(bucket.parameters()) for bucket in self._buckets]
+        self._last_microbatch = last_microbatch
+
+    def stop(self) -> None:
+        """Disarms the reduction: gradients stay this rank's own."""
+        self._last_microbatch = None
+        self.spans = []
+
+    def finish(self, written: Sequence[bool] = ()) -> list[bool]:
+        """Launches what is left, waits, and gives the parameters their averages.
+
+        A parameter that got a gradient on some replicas only counts as zero on the others; one
+        that got none anywhere keeps ``grad is None``.
+
+        Args:
+            written: flags to be combined on the way: true where it is true on any replica.
+
+        Returns:
+            The combined flags.
+
+        Raises:
+            UsageError: the replicas are in different steps, or train different parameters.
+        """
+        if not self._buckets and self._parameters:
+            self._lay_out()
+        self._last_microbatch = None
+        while len(self._works) < len(self._buckets):
+            self._launch()
+        in_order = [p for bucket in self._buckets for p in bucket.parameters()]
+        is_late = [p.grad is not None for p in in_order]
+        own = [has for flags in self._had for has in flags]
+        combined = self._combine([*own, *is_late, *written])
+        present, late = combined[: len(own)], combined[len(own) : 2 * len(own)]
+        self._collect(present, [p for p, flag in zip(in_order, late, strict=True) if flag])
+        for parameter, count in self._counts.items():
+            self._expected[parameter] = max(count, self._expected.get(parameter, 0))
+        return combined[2 * len(own) :]
+
+    # -- while backward passes run -----------------------------------------------------------
+
+    def _watch(self, trained: list[nn.Parameter]) -> None:
+        """Begins anew for other parameters than before."""
+        for handle in self._handles:
+            handle.remove()
+        self._parameters = trained
+        self._handles = [
+            p.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+            for p in trained
+        ]
+        self._buckets, self._expected, self._bucket_of = [], {}, {}
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        """Called when a backward pass has added to a parameter's gradient."""
+        body = current_body()
+        if body is None:
+            if self._on_backward is not None:
+                self._on_backward()
+            return
+        if body.microbatch != self._last_microbatch:
+            return
+        assert isinstance(parameter, nn.Parameter)
+        count = self._counts.pop(parameter, 0) + 1
+        self._counts[parameter] = count  # at the end: the order of the last gradients
+        if not self._buckets or id(parameter) in self._shared:
+            return
+        if count == self._expected.get(parameter, _NEVER):
+            self._pending[self._bucket_of[parameter]] -= 1
+            while (
+                self._is_overlapped
+                and len(self._works) < len(self._buckets)
+                and not self._pending[len(self._works)]
+            ):
+                self._launch()
+
+    def _launch(self) -> None:
+        """Starts the next bucket."""
+        bucket = self._buckets[len(self._works)]
+        launched = time.perf_counter()
+        if self._hook is not None:
+            # Hooks divide, as those of DistributedDataParallel do.
+            self._had.append(bucket.take_in(self._divisor / self._size))
+            state, hook = self._hook
+            future = hook(state, bucket)
+        else:
+            self._had.append(bucket.take_in(self._divisor))
+            work = dist.all_reduce(bucket.buffer(), group=self._group, async_op=True)
+            assert work is not None
+            future = work.get_future()
+        spans = self.spans
+
+        def stamp(reduced: torch.futures.Future[Any]) -> Any:
+            spans.append(Span(launched, time.perf_counter()))
+            return reduced.value()
+
+        self._works.append(future.then(stamp))
+
+    # -- after the last backward pass --------------------------------------------------------
+
+    def _lay_out(self) -> None:
+        """Makes the buckets, in the order in which the first replica's gradients came."""
+        positions = {parameter: index for index, parameter in enumerate(self._parameters)}
+        came = [positions[parameter] for parameter in self._counts]
+        absent = set(range(len(positions))) - set(came)
+        came += sorted(absent, reverse=True)
+        shapes = [(tuple(p.shape), str(p.dtype)) for p in self._parameters]
+        told: list[Any] = [None] * self._size
+        dist.all_gather_object(told, (shapes, came), group=self._group)
+        for replica, (other, _) in enumerate(told):
+            if other != told[0][0]:
+                raise UsageError(
+                    f"replicas 0 and {replica} train different parameters ({len(told[0][0])} and "
+                    f"{len(other)} on this rank): freeze and build the same on every replica"
+                )
+        order = [self._parameters[index] for index in told[0][1]]
+        # Sums over stages come last, whenever their parts came.
+        own = [parameter for parameter in order if id(parameter) not in self._shared]
+        shared = [parameter for parameter in order if id(parameter) in self._shared]
+        self._buckets = lay_out(own, self._bucket_bytes, shared)
+        self._bucket_of = {
+            p: bucket.index() for bucket in self._buckets for p in bucket.parameters()
+        }
+
+    def _combine(self, flags: Sequence[bool]) -> list[bool]:
+        """Returns for each flag whether it is true on any replica.
+
+        Raises:
+            UsageError: the replicas are in different steps.
+        """
+        device = self._parameters[0].device if self._parameters else None
+        combined = torch.tensor([self._step, -self._step, *flags], dtype=torch.int32, device=device)
+        dist.all_reduce(combined, op=dist.ReduceOp.MAX, group=self._group)
+        latest, earliest, *found = combined.tolist()
+        if latest != -earliest:
+            raise UsageError(
+                f"replicas reduce gradients of different steps: one of training step {latest}, "
+                f"another one of {-earliest} (this one of {self._step}). Call model.backward in "
+                "the same steps on every replica, evaluate under torch.no_grad(), and use "
+                "model.join() where replicas have different numbers of batches"
+            )
+        return [bool(flag) for flag in found]
+
+    def _collect(self, present: Sequence[bool], late: Sequence[nn.Parameter]) -> None:
+        """Waits for all buckets and gives out what they hold, and what came too late for them."""
+        left_over: dict[nn.Parameter, torch.Tensor] = {}
+        begin = 0
+        for bucket, future in zip(self._buckets, self._works, strict=True):
+            result = future.wait()
+            result = result[0] if isinstance(result, list | tuple) else result
+            parameters = bucket.parameters()
+            flags = present[begin : begin + len(parameters)]
+            begin += len(parameters)
+            for parameter, gradient in zip(
+                parameters, bucket.give_out(result, flags, as_views=self._as_views), strict=True
+            ):
+                if gradient is not None:
+                    left_over[parameter] = gradient
+        for parameter in late:
+            gradient = left_over.get(parameter, torch.zeros_like(parameter))
+            gradient = gradient.div(self._divisor)
+            dist.all_reduce(gradient, group=self._group)
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
