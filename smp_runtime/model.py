@@ -491,17 +491,6 @@ class DistributedModel(Wrapper, ReplicatedModel, TensorQueries):
         self.get_module().apply(if_local)
         return self
 
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> None:
-        """Is for the plain model.
-
-        Raises:
-            UsageError: always.
-        """
-        raise UsageError(
-            "resize_token_embeddings makes new parameters, which the partition and the optimizer "
-            "don't know: call it on the plain model before smp.DistributedModel"
-        )
-
     # -- the local part ----------------------------------------------------------------------
 
     def local_named_parameters(

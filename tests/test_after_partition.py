@@ -75,8 +75,9 @@ def test_embeddings_are_resized_before_wrapping_and_not_after(
         with smp.delay_param_initialization(is_delayed):
             module = plain(60)
         model = start(module)
-        with pytest.raises(UsageError, match="on the plain model before smp.DistributedModel"):
-            model.resize_token_embeddings(70)
+        for each in (model, model.get_module()):
+            with pytest.raises(UsageError, match="on the plain model before smp.DistributedModel"):
+                each.resize_token_embeddings(70)
         found = train_step(model, TOKENS).reduce_mean().item()
         for name, parameter in model.local_named_parameters():
             assert torch.equal(parameter, expected[name]), name

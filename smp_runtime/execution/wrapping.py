@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import UsageError
+
 
 class Level(nn.Module):
     """One level of SMP's nesting, where its data parallel wrapper was."""
@@ -35,6 +37,8 @@ class Wrapper(nn.Module):
         # Past nn.Module's own setattr, which would register a child.
         self.__dict__["_wrapped"] = module
         self.__dict__["forward"] = _with_signature_of(module, call)
+        if hasattr(module, "resize_token_embeddings"):
+            module.__dict__["resize_token_embeddings"] = _refuse_to_resize
 
     @property
     def module(self) -> nn.Module:
@@ -84,6 +88,14 @@ class Wrapper(nn.Module):
 
         self.get_module()._apply(convert, recurse)  # type: ignore[no-untyped-call]
         return self
+
+
+def _refuse_to_resize(*args: Any, **kwargs: Any) -> None:
+    """Takes the place of transformers' method in a wrapped model."""
+    raise UsageError(
+        "resize_token_embeddings makes new parameters, which the partition and the optimizer "
+        "don't know: call it on the plain model before smp.DistributedModel"
+    )
 
 
 def _with_signature_of(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
