@@ -34,7 +34,7 @@ CHECKOUT = Path(__file__).parent.parent
 # placeholders.
 NOT_RUN = {
     "README.md": 2,  # a run by hand, and a drawing
-    "CONTRIBUTING.md": 0,
+    ".github/CONTRIBUTING.md": 0,
     "launch/README.md": 2,
     "smp_runtime/HOW_IT_WORKS.md": 13,
     "smp_runtime/SETTINGS.md": 0,
