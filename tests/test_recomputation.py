@@ -413,3 +413,19 @@ def test_only_inputs_are_kept_between_the_passes() -> None:
             loss.backward()
         assert meter.now == 0
     assert meter.peak <= 4 * input_bytes + intermediate_bytes
+
+
+class Noisy(nn.Module):
+    """Draws one number of NumPy's pairs of normal numbers in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x) * np.random.randn() + random.gauss(0, 1))
+
+
+def test_a_drawn_half_of_a_pair_is_drawn_again() -> None:
+    compare(Noisy)
+    compare(lambda: nn.Sequential(Checkpointed(Noisy()), Checkpointed(Noisy()), nn.Tanh()))

@@ -1,6 +1,7 @@
 """Random streams: the key decides what is drawn, and nobody else notices."""
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,13 @@ import torch
 from torch.nn import functional as F
 
 from smp_runtime.execution import rng
-from smp_runtime.execution.rng import DRAWING_FUNCTIONS, RandomStreams, SeededDraws, draws
+from smp_runtime.execution.rng import (
+    DRAWING_FUNCTIONS,
+    HostRandomState,
+    RandomStreams,
+    SeededDraws,
+    draws,
+)
 
 Numbers = list[float]
 
@@ -220,3 +227,37 @@ def test_host_state_goes_around() -> None:
 def test_initial_seed_is_the_users() -> None:
     torch.manual_seed(77)
     assert rng.initial_seed() == 77
+
+
+@pytest.mark.parametrize(
+    "draw", [random.random, lambda: random.gauss(0, 1), np.random.rand, np.random.randn]
+)
+def test_a_host_state_is_shared_until_something_is_drawn(draw: Callable[[], float]) -> None:
+    random.seed(1)
+    np.random.seed(1)
+    states = []
+    expected = []
+    for _ in range(5):  # normal numbers are made in pairs: the second one moves no generator
+        states.append(HostRandomState.now())
+        expected.append(draw())
+        assert not states[-1].is_current()
+    assert len(set(map(id, states))) == 5
+    for state, value in reversed(list(zip(states, expected, strict=True))):
+        state.restore()
+        assert draw() == value
+    np.random.seed(1)
+    assert HostRandomState.now() is HostRandomState.now()
+
+
+@pytest.mark.filterwarnings("ignore:get_state and legacy:RuntimeWarning")
+def test_another_kind_of_numpy_generator_is_never_taken_for_unchanged() -> None:
+    usual = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(3))
+    try:
+        state = HostRandomState.now()
+        assert not state.is_current()
+        expected = np.random.rand()
+        state.restore()
+        assert np.random.rand() == expected
+    finally:
+        np.random.set_bit_generator(usual)

@@ -17,12 +17,13 @@ is entered. What the user's own script draws outside the step is left alone.
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -42,6 +43,9 @@ rrelu_ scaled_dot_product_attention uniform_
 """
 DRAWING_FUNCTIONS = frozenset(_DRAWING_NAMES.split())
 
+
+_MT19937_BYTES = 4 * (624 + 1)
+"""The words of the generator's key, and its position in them."""
 
 _MOST_SEEDS = (1 << 24) - 1
 
@@ -194,9 +198,61 @@ def host_random_state() -> tuple[Any, Any]:
 
 def set_host_random_state(state: tuple[Any, Any]) -> None:
     """Restores what `host_random_state` returned."""
+    HostRandomState._latest = None
     random.setstate(state[0])
     if state[1] is not None:
         sys.modules["numpy"].random.set_state(state[1])
+
+
+class HostRandomState:
+    """The states of Python's and NumPy's generator at one moment, cheap to take again.
+
+    NumPy copies its state in some 40 us, so the memory of its generator is compared instead. That
+    memory lacks the second one of a pair of normal numbers, which waits to be drawn: a state with
+    one is never taken for another. From a state without one, any draw changes the memory.
+    """
+
+    __slots__ = ("_memory", "_states")
+
+    _latest: ClassVar[HostRandomState | None] = None
+
+    def __init__(self, states: tuple[Any, Any], memory: bytes | None) -> None:
+        self._states = states
+        self._memory = memory
+
+    @classmethod
+    def now(cls) -> HostRandomState:
+        """Returns the states of this moment: the same object for as long as nothing is drawn."""
+        latest = cls._latest
+        if latest is None or not latest.is_current():
+            memory = _numpy_memory()
+            latest = cls._latest = cls(host_random_state(), memory)
+        return latest
+
+    def is_current(self) -> bool:
+        """Says whether nothing was drawn since; False also where that can't be said."""
+        return (
+            (self._memory is not None or "numpy" not in sys.modules)
+            and (self._states[1] is None or not self._states[1][3])
+            and self._memory == _numpy_memory()
+            and self._states[0] == random.getstate()
+        )
+
+    def restore(self) -> None:
+        """Puts the states in place."""
+        set_host_random_state(self._states)
+        HostRandomState._latest = self
+
+
+def _numpy_memory() -> bytes | None:
+    """Returns a copy of the memory of NumPy's generator, None if that is not the usual one."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    generator = numpy.random.get_bit_generator()
+    if type(generator) is not numpy.random.MT19937:
+        return None
+    return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
 
 
 def seed_host(seed: int) -> None:

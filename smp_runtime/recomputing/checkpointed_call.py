@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..execution.body import current_body
-from .forward_state import NamedModules
+from .attributes import NamedModules
 from .known_calls import Known
 from .recomputation import Recomputation
 

@@ -13,7 +13,7 @@ globals and class attributes are out of reach: they change twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -22,22 +22,11 @@ from torch import nn
 
 from .. import device
 from ..errors import NotSupportedError
-from ..execution.arguments import contents, mutable_arguments
-from ..execution.ownership import keeps_nothing
-from ..execution.rng import host_random_state, set_host_random_state
+from ..execution.arguments import mutable_arguments
+from ..execution.rng import HostRandomState
 from ..tensors import version_of
-from ..trees import LEAF_TYPES
+from .attributes import Attributes, Contents, NamedModules
 
-_OURS = {
-    "_smp_activation_checkpointing",
-    "_smp_checkpointed_calls",
-    "_smp_drawing_path",
-    "_smp_placed",
-}
-_INTERNAL = frozenset(vars(nn.Module())) - {"training"} | _OURS
-_HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks")
-
-NamedModules = Sequence[tuple[str, nn.Module]]
 KeptBuffers = dict[int, tuple[torch.Tensor, int, torch.Tensor]]
 """Copies of buffers by identity, with the buffer and the version that the copy is of."""
 
@@ -50,34 +39,43 @@ class ForwardState:
         arguments: what it is called with.
         preserve_rng_state: whether random numbers are to be drawn again.
         kept: copies of buffers, to be shared by calls: a buffer that stays as it is is copied once.
+        attributes: what an earlier call found, to be shared as long as it is so.
+
+    Attributes:
+        attributes: what this call found.
+        parameters: those of the modules.
     """
 
     def __init__(
-        self, modules: NamedModules, arguments: Any, preserve_rng_state: bool, kept: KeptBuffers
+        self,
+        modules: NamedModules,
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        preserve_rng_state: bool,
+        kept: KeptBuffers,
+        attributes: Attributes | None,
     ) -> None:
         self._modules = modules
-        self._autocast = tuple(
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in ("cpu", "cuda")
+        self._autocast = _autocast()
+        self._random = (
+            (device.random_state(), HostRandomState.now()) if preserve_rng_state else None
         )
-        self._cache = torch.is_autocast_cache_enabled()
-        self._random = (device.random_state(), host_random_state()) if preserve_rng_state else None
-        self._attributes = _Attributes(modules, arguments)
-        self._tensors = [
-            (f"{path}.{name}" if path else name, value, version_of(value))
-            for path, _, held in self._attributes.held
-            for name, value in held.items()
-            if isinstance(value, torch.Tensor)
-        ]
-        self._parameters = [
-            (parameter, parameter._version)
+        if attributes is None or not attributes.is_of(modules):
+            attributes = Attributes(modules)
+        self.attributes = attributes
+        args, kwargs = arguments
+        self._arguments = Contents(mutable_arguments((*args, *kwargs.values())))
+        self._tensors = [(name, held, version_of(held)) for name, held in attributes.tensors]
+        self.parameters = [
+            parameter
             for _, module in modules
             for parameter in module._parameters.values()
             if parameter is not None
         ]
+        self._versions = [parameter._version for parameter in self.parameters]
         self._buffers = [
             (module, name, _copy(module, buffer, kept))
             for _, module in modules
+            if module._buffers
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
@@ -87,13 +85,17 @@ class ForwardState:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Runs the call inside; notes which forward hooks only look on."""
+        watched = [
+            (module, table)
+            for _, module in self._modules
+            for table in (module._forward_hooks, module._forward_pre_hooks)
+            if table
+        ]
         with ExitStack() as stack:
-            for _, module in self._modules:
-                for name in _HOOK_TABLES:
-                    table = getattr(module, name)
-                    for identity, hook in list(table.items()):
-                        table[identity] = _Watched(hook, module, (id(module), identity), self)
-                        stack.callback(_put_back, table, identity, hook)
+            for module, table in watched:
+                for identity, hook in list(table.items()):
+                    table[identity] = _Watched(hook, module, (id(module), identity), self)
+                    stack.callback(_put_back, table, identity, hook)
             yield
         self._changed = [name for name, held, version in self._tensors if _moved(held, version)]
 
@@ -110,27 +112,40 @@ class ForwardState:
         """
         self._check()
         with ExitStack() as stack:
-            for kind, dtype, is_enabled in self._autocast:
-                stack.enter_context(
-                    torch.autocast(kind, dtype, enabled=is_enabled, cache_enabled=self._cache)
-                )
+            if self._autocast != _autocast():
+                kinds, cache = self._autocast
+                for kind, dtype, is_enabled in kinds:
+                    stack.enter_context(
+                        torch.autocast(kind, dtype, enabled=is_enabled, cache_enabled=cache)
+                    )
             stack.enter_context(torch.enable_grad())
             if self._random is not None:
-                stack.callback(_set_random, (device.random_state(), host_random_state()))
-                _set_random(self._random)
-            stack.callback(self._attributes.now().apply)
-            self._attributes.apply()
+                generators, host = self._random
+                stack.callback(device.set_random_state, device.random_state())
+                device.set_random_state(generators)
+                before = host if host.is_current() else HostRandomState.now()
+                stack.callback(_put_host_back, host, before)
+                if before is not host:
+                    host.restore()
+            for notes in (self.attributes, self._arguments):
+                now = notes.now()
+                stack.callback(now.apply)
+                if now is not notes:
+                    notes.apply()
             for module, name, copy in self._buffers:
                 if name in module._buffers:
                     stack.callback(module._buffers.__setitem__, name, module._buffers[name])
                     module._buffers[name] = copy
-            for _, module in self._modules:
-                for name in _HOOK_TABLES:
-                    table = getattr(module, name)
-                    for identity in [key for key in table if (id(module), key) in self._observers]:
-                        stack.callback(_put_back, table, identity, table[identity])
-                        table[identity] = _look_away
+            if self._observers:
+                self._look_away(stack)
             yield
+
+    def _look_away(self, stack: ExitStack) -> None:
+        for _, module in self._modules:
+            for table in (module._forward_hooks, module._forward_pre_hooks):
+                for identity in [key for key in table if (id(module), key) in self._observers]:
+                    stack.callback(_put_back, table, identity, table[identity])
+                    table[identity] = _look_away
 
     def _check(self) -> None:
         for name in self._changed:
@@ -139,79 +154,11 @@ class ForwardState:
                 "recomputed from the same value; make it a buffer (register_buffer), or assign a "
                 "new tensor instead"
             )
-        if any(parameter._version != version for parameter, version in self._parameters):
+        if [parameter._version for parameter in self.parameters] != self._versions:
             raise NotSupportedError(
                 "a parameter was changed in place between the forward and its recomputation; call "
                 "optimizer.step() after the step"
             )
-
-
-class _Attributes:
-    """What modules keep in attributes, and what lists, dicts, sets and objects there hold."""
-
-    def __init__(self, modules: NamedModules, arguments: Any) -> None:
-        self.held = [(path, module, _plain_attributes(module)) for path, module in modules]
-        self._modules, self._arguments = modules, arguments
-        found: dict[int, tuple[Any, Any]] = {}
-        for mutable in mutable_arguments(arguments):
-            found[id(mutable)] = (mutable, contents(mutable))
-        for _, _, held in self.held:
-            for value in held.values():
-                if type(value) not in LEAF_TYPES and id(value) not in found:
-                    for mutable in mutable_arguments(value):
-                        found[id(mutable)] = (mutable, contents(mutable))
-        self._contents = list(found.values())
-
-    def now(self) -> _Attributes:
-        """Returns the same of this moment, for the same mutable objects."""
-        current = _Attributes(self._modules, self._arguments)
-        known = {id(mutable) for mutable, _ in current._contents}
-        current._contents += [
-            (mutable, contents(mutable))
-            for mutable, _ in self._contents
-            if id(mutable) not in known
-        ]
-        return current
-
-    def apply(self) -> None:
-        """Makes attributes and what they hold what they were."""
-        for _, module, held in self.held:
-            attributes = vars(module)
-            if not keeps_nothing(module):
-                for name in attributes.keys() - held.keys() - _INTERNAL:
-                    del attributes[name]
-            attributes.update(held)
-        for mutable, content in self._contents:
-            _refill(mutable, content)
-
-
-def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    if keeps_nothing(module):
-        return {"training": module.training}
-    attributes = vars(module)
-    return {name: attributes[name] for name in attributes.keys() - _INTERNAL}
-
-
-def _refill(mutable: Any, content: Any) -> None:
-    """Makes a list, dict, set or object hold what it held, if it holds something else now."""
-    now = contents(mutable)
-    if isinstance(content, list):
-        same = len(now) == len(content) and all(map(lambda a, b: a is b, now, content))
-    else:
-        same = now.keys() == content.keys() and all(now[key] is content[key] for key in now)
-    if same:
-        return
-    if isinstance(mutable, list):
-        mutable[:] = content
-    elif isinstance(mutable, set):
-        mutable.clear()
-        mutable.update(content)
-    else:
-        target = mutable if hasattr(mutable, "keys") else vars(mutable)
-        for key in [key for key in target if key not in content]:
-            del target[key]
-        for key, value in content.items():
-            target[key] = value
 
 
 def _copy(module: nn.Module, buffer: torch.Tensor, kept: KeptBuffers) -> torch.Tensor:
@@ -267,6 +214,15 @@ def _put_back(table: dict[int, Any], identity: int, hook: Any) -> None:
         table[identity] = hook
 
 
-def _set_random(state: tuple[Any, Any]) -> None:
-    device.set_random_state(state[0])
-    set_host_random_state(state[1])
+def _put_host_back(used: HostRandomState, before: HostRandomState) -> None:
+    if used is not before or not before.is_current():
+        before.restore()
+
+
+def _autocast() -> tuple[tuple[tuple[str, torch.dtype, bool], ...], bool]:
+    """Returns types and flags of autocast for both kinds of devices, and of its cache."""
+    kinds = tuple(
+        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        for kind in ("cpu", "cuda")
+    )
+    return kinds, torch.is_autocast_cache_enabled()

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .attributes import Attributes
 from .forward_state import KeptBuffers
 
 if TYPE_CHECKING:
@@ -21,10 +22,12 @@ class Habits:
     Attributes:
         is_known: one call was watched.
         changes_inputs: it changes an input in place.
+        attributes: what the last call found in attributes, unless it would keep tensors alive.
     """
 
     is_known: bool = False
     changes_inputs: bool = False
+    attributes: Attributes | None = None
 
 
 @dataclass

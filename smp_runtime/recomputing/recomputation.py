@@ -28,7 +28,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..errors import NotSupportedError, RecomputationError
 from ..tensors import version_of
 from ..trees import iter_tensors, map_tensors
-from .forward_state import ForwardState, NamedModules
+from .attributes import NamedModules
+from .forward_state import ForwardState
 from .known_calls import Habits, Known
 
 if TYPE_CHECKING:
@@ -119,9 +120,15 @@ class Recomputation:
         arguments = (args, dict(kwargs))
         tensors = list(iter_tensors(arguments))
         self._arguments = arguments
-        self._state = ForwardState(self._modules, arguments, self._preserve, self._known.buffers)
-        self._parameters = _storages(self._modules)
-        changes = self._habits.changes_inputs
+        habits = self._habits
+        self._state = ForwardState(
+            self._modules, arguments, self._preserve, self._known.buffers, habits.attributes
+        )
+        attributes = self._state.attributes
+        if attributes is not habits.attributes:
+            habits.attributes = None if attributes.has_tensors() else attributes
+        self._parameters = frozenset(map(_place, self._state.parameters))
+        changes = habits.changes_inputs
         self._inputs = _keep([_copy(tensor) for tensor in tensors] if changes else tensors)
         versions = [version_of(tensor) for tensor in tensors]
         self._is_held = self._is_held or hold
@@ -297,17 +304,9 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _place(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _storages(modules: NamedModules) -> frozenset[int]:
-    return frozenset(
-        _place(parameter)
-        for _, module in modules
-        for parameter in module._parameters.values()
-        if parameter is not None
-    )
+def _place(tensor: torch.Tensor) -> Any:
+    """Returns where the memory of a tensor begins, however it is seen; storages are slow to ask."""
+    return tensor.data_ptr() - tensor.storage_offset() * tensor.itemsize
 
 
 def _describe(look: _Look) -> str:
