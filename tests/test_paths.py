@@ -22,8 +22,9 @@ def run_at(digest: int, origin: str = "here", *addresses: Address) -> Run:
 
 
 def test_a_message_is_described_in_words() -> None:
-    assert describe(data(7)) == "data 7 of step 4, microbatch 0 from rank 1"
-    assert describe(Address(Topic.STRUCTURE, -1, -1, 123, 2)) == "structure from rank 2"
+    transport: Any = SimpleNamespace(name=lambda rank: rank + 4)  # of another pipeline group
+    assert describe(data(7), transport) == "data 7 of step 4, microbatch 0 from rank 5"
+    assert describe(Address(Topic.STRUCTURE, -1, -1, 123, 2), transport) == "structure from rank 6"
 
 
 def await_end(rank: LocalRank, step: int) -> None:
