@@ -72,11 +72,14 @@ def test_the_prediction_is_what_is_saved(degree: int) -> None:
         def step(model: Any, tokens: Tensor) -> None:
             model.backward(model(input_ids=tokens, labels=tokens).loss)
 
-        for _ in range(3):
+        # How early a rank recomputes depends on when gradients come: the most of some steps counts.
+        peak = 0
+        for _ in range(6):
             step(model, torch.zeros(16, 64, dtype=torch.int64))
+            peak = max(peak, model.step_report().saved_bytes)
         with pytest.raises(UsageError, match="after the first step"):
             smp.set_activation_checkpointing(model, strategy="auto")
-        found = model.step_report().saved_bytes, list(smp.list_activation_checkpointing())
+        found = peak, list(smp.list_activation_checkpointing())
         smp.shutdown()
         logging.getLogger("smp_runtime").removeHandler(logged)
         return *found, [line for line in logged.lines if "auto: partition" in line]
