@@ -47,7 +47,8 @@ def start_all(shape: Shape, m: int, only: Sequence[str]) -> dict[str, Team]:
     start_torch("torch GPipe", "GPipe", ours)
     looped = split_of(teams.get(LOOPED)) or [shape.num_layers // 4] * 4
     start_torch(TORCH_LOOPED, "Interleaved1F1B", looped)
-    start("data parallel", Job("data_parallel", shape, m, 2))
+    # Microbatches of the same size as a pipeline's, so each rank has half of their number.
+    start("data parallel", Job("replicated", shape, max(m // 2, 1), 2, options={"way": "ddp"}))
     return teams
 
 

@@ -7,7 +7,6 @@ it, `never` (each replica keeps its own), or by torch: `ddp`, and `ddp never` wi
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from typing import Any
 
@@ -15,18 +14,10 @@ import torch
 import torch.distributed as dist
 from job import Job, Trainer
 from shape import make_batch, make_model, make_optimizer
+from this_runtime import train
 from torch.nn.parallel import DistributedDataParallel
 
 import smp_runtime as smp
-
-logging.getLogger("smp_runtime").setLevel(logging.WARNING)
-
-
-@smp.step
-def train(model: smp.DistributedModel, tokens: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
-    model.backward(loss)
-    return loss
 
 
 def build(job: Job) -> Trainer:

@@ -96,7 +96,7 @@ class Analyser:
         try:
             key = (
                 func,
-                signature((args, kwargs), positions, _kept_leaf),
+                signature((args, kwargs), positions),
                 tuple(metas),
                 torch.is_grad_enabled(),
                 autocast_state(),
@@ -237,17 +237,15 @@ def fill(template: Any, tensor_at: Callable[[int], torch.Tensor]) -> Any:
     return template
 
 
-def signature(
-    obj: Any,
-    positions: Mapping[int, int],
-    opaque: Callable[[Any], Any] = lambda leaf: leaf,
-) -> Any:
+def signature(obj: Any, positions: Mapping[int, int]) -> Any:
     """Turns arguments into something that can be compared.
 
     Args:
         obj: a nest of arguments.
         positions: a number for each tensor by identity, to stand in its place.
-        opaque: what to put in the place of other things than containers and plain values.
+
+    Raises:
+        TypeError: there is something in it that is neither a container nor a plain value.
     """
 
     def walk(obj: Any) -> Any:
@@ -268,7 +266,7 @@ def signature(
         if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
             names = [field.name for field in dataclasses.fields(obj)]
             return kind, *[(name, walk(getattr(obj, name, None))) for name in names]
-        return opaque(obj)
+        return _kept_leaf(obj)
 
     return walk(obj)
 

@@ -1,30 +1,8 @@
 """Modules under SMP's names."""
 
-from smp_runtime.nn import (
-    DistributedAttentionLayer,
-    DistributedEmbedding,
-    DistributedLinear,
-    DistributedModule,
-    DistributedTransformer,
-    DistributedTransformerLayer,
-    DistributedTransformerLMHead,
-    DistributedTransformerOutputLayer,
-    FlashAttentionLayer,
-    FusedLayerNorm,
-)
+from smp_runtime.nn import *  # noqa: F403 - one list of names
+from smp_runtime.nn import __all__ as _names
 
-from . import huggingface
+from . import huggingface as huggingface
 
-__all__ = [
-    "DistributedAttentionLayer",
-    "DistributedEmbedding",
-    "DistributedLinear",
-    "DistributedModule",
-    "DistributedTransformer",
-    "DistributedTransformerLMHead",
-    "DistributedTransformerLayer",
-    "DistributedTransformerOutputLayer",
-    "FlashAttentionLayer",
-    "FusedLayerNorm",
-    "huggingface",
-]
+__all__ = [*_names, "huggingface"]
