@@ -32,6 +32,7 @@ from .values import LEAF, Cell, Operand, StandIn, Value, tag, tag_of
 if TYPE_CHECKING:
     from ..recomputing.known_calls import Known
     from ..recomputing.recomputation import Recomputation
+    from ..recomputing.regions import Region
     from .analysis import Analyser
     from .glue import GlueMode
     from .ownership import Ownership
@@ -95,9 +96,7 @@ class Body:
         hook: path of the module whose forward hook runs on its owner, "" if none does.
         written: once replicated tensors that an owned operand changed in place.
         call_depth: the segment of the placed module that runs.
-        checkpointed_ranks: whose modules torch's own checkpointing ran, as far as it is running.
-        checkpoints_calls: not None: calls of placed modules are checkpointed, and whether their
-            recomputation draws the same random numbers.
+        region: the call of a checkpointing function that is running in glue, if any.
         compute_seconds: time spent in placed modules, owned operations and backward passes.
     """
 
@@ -117,8 +116,7 @@ class Body:
         self.backward_depth = sys.maxsize
         self.num_backwards = 0
         self.call_depth = 0
-        self.checkpoints_calls: bool | None = None
-        self.checkpointed_ranks: set[int] = set()
+        self.region: Region | None = None
         self.compute_seconds = 0.0
         self.failed_with: tuple[Exception, str] | None = None
         self.hook = ""
@@ -286,7 +284,7 @@ class Body:
     def take_recomputations(self, depth: int) -> list[Recomputation]:
         """Returns the checkpointed calls of a segment, in their order; those that still matter."""
         noted = [reference() for reference in self._recomputations.pop(depth, ())]
-        return [found for found in noted if found is not None]
+        return [found for found in noted if found is not None and not found.is_over]
 
     # -- results -----------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..errors import NotSupportedError
-from ..recomputing.checkpointed_call import call_checkpointed
+from ..recomputing.checkpointed_call import call_in_region
 from .body import current_body
 from .calls import Call
 from .ownership import PlacedModule
@@ -75,12 +75,9 @@ def _intercept(native: Callable[..., Any]) -> Callable[..., Any]:
             return native(self, *args, **kwargs)
         placed = self.__dict__[_PLACED]
         run = functools.partial(native, self)
-        if body.checkpoints_calls is not None:
-            body.engine.known.stages.add(placed.stage)
-            body.checkpointed_ranks.add(placed.owner)
-            run = functools.partial(
-                call_checkpointed, placed.path, placed.modules, run, body.checkpoints_calls
-            )
+        if body.region is not None:
+            body.region.enter(placed)
+            run = functools.partial(call_in_region, body.region, placed.path, placed.modules, run)
         num_above = body.glue.suspend()
         try:
             return Call(body, placed, run, args, kwargs).run()

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,9 @@ from ..execution.body import current_body
 from .attributes import NamedModules
 from .known_calls import Known
 from .recomputation import Recomputation
+
+if TYPE_CHECKING:
+    from .regions import Region
 
 _log = logging.getLogger("smp_runtime")
 _thread = threading.local()
@@ -61,6 +64,33 @@ def call_checkpointed(
         args: positional arguments, on this rank.
         kwargs: keyword arguments likewise.
     """
+    return _call(None, path, modules, run, preserve_rng_state, args, kwargs)
+
+
+def call_in_region(
+    region: Region,
+    path: str,
+    modules: NamedModules,
+    run: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Does the same for one of the calls of a region, unless that is of several ranks already."""
+    if region.is_split:
+        return run(*args, **kwargs)
+    return _call(region, path, modules, run, region.preserve_rng_state, args, kwargs)
+
+
+def _call(
+    region: Region | None,
+    path: str,
+    modules: NamedModules,
+    run: Callable[..., Any],
+    preserve_rng_state: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
     if not is_on():
         return run(*args, **kwargs)
     args, kwargs = _without_caches(args, kwargs)
@@ -72,7 +102,8 @@ def call_checkpointed(
         body.note_recomputation(recomputation)
     _thread.is_inside = True
     try:
-        return recomputation.forward(args, kwargs, hold=not is_inner and path == known.held_path)
+        hold = not is_inner and path == known.held_path
+        return recomputation.forward(args, kwargs, hold=hold, region=region)
     finally:
         _thread.is_inside = is_inner
 

@@ -205,6 +205,8 @@ def _call_group(
 
 
 def _call_placed(body: Body, placed: PlacedModule, run: Callable[[Any], Any], input: Any) -> Any:
+    if body.region is not None:
+        body.region.enter(placed)
     num_above = body.glue.suspend()
     try:
         return Call(body, placed, run, (input,), {}).run()

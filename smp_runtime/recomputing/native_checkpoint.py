@@ -2,26 +2,30 @@
 
 Inside a placed module it works as it always does. Called from glue it can't: the recomputation
 happens on one rank, where not all of those modules are. There its function runs as glue, and each
-placed module that it calls is checkpointed by itself (`checkpointed_call`). Around one placed
-module that is the same thing. Around several, what the glue between them saves stays: then, and
-where the function calls no placed module, there is one warning.
+placed module that it calls is checkpointed by itself (`regions`). Around one placed module that is
+the same thing. Around modules of several ranks, or none, it runs without activation checkpointing,
+after one warning.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
+import torch.distributed as dist
 import torch.utils.checkpoint
 
 from ..execution.body import Body, current_body
-from .checkpointed_call import is_switched_off
+from .checkpointed_call import is_on, is_switched_off
+from .regions import Region
 
 _log = logging.getLogger("smp_runtime")
 
+_MOST_NAMES = 6
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 
 
@@ -43,7 +47,7 @@ def watch_checkpointing() -> None:
         if body is None:
             yield from native(run, preserve, *args, **kwargs)
             return
-        with checkpointing_calls(body, preserve), _watching(body):
+        with _checkpointing_natively(body, preserve):
             yield
 
     setattr(torch.utils.checkpoint, _GENERATOR, generator)
@@ -56,33 +60,35 @@ def watch_checkpointing() -> None:
         body = _body_in_glue()
         if body is None:
             return native_apply(run, preserve, *args)
-        with checkpointing_calls(body, preserve), _watching(body):
+        with _checkpointing_natively(body, preserve):
             return run(*args)
 
     function.apply = staticmethod(apply)  # type: ignore[method-assign]
 
 
 @contextmanager
-def checkpointing_calls(body: Body, preserve_rng_state: bool) -> Iterator[None]:
-    """Checkpoints the calls of placed modules that glue makes inside."""
-    before, body.checkpoints_calls = body.checkpoints_calls, preserve_rng_state
+def checkpointing_calls(body: Body, preserve_rng_state: bool) -> Iterator[Region]:
+    """Checkpoints the calls of placed modules that glue makes inside, if they are of one rank."""
+    before, body.region = body.region, Region(preserve_rng_state)
     try:
-        yield
+        yield body.region
+        body.engine.known.stages |= body.region.settle()
+        if before is not None:
+            before.include(body.region)
     finally:
-        body.checkpoints_calls = before
+        body.region = before
 
 
 @contextmanager
-def _watching(body: Body) -> Iterator[None]:
-    """Warns unless what runs inside calls modules of exactly one rank."""
-    before, body.checkpointed_ranks = body.checkpointed_ranks, set()
-    try:
+def _checkpointing_natively(body: Body, preserve_rng_state: bool) -> Iterator[None]:
+    """Does the same, and warns of what runs without."""
+    with checkpointing_calls(body, preserve_rng_state) as region:
         yield
-    finally:
-        ranks, body.checkpointed_ranks = body.checkpointed_ranks, before
-    body.checkpointed_ranks |= ranks
-    if len(ranks) != 1:
-        _warn()
+    if is_on() and (not dist.is_initialized() or dist.get_rank() == 0):
+        if not region.owners:
+            _warn("no module that is placed on a pipeline rank")
+        elif region.is_split:
+            _warn(f"modules of several pipeline ranks ({_named(region.owners)})")
 
 
 def _body_in_glue() -> Body | None:
@@ -90,10 +96,15 @@ def _body_in_glue() -> Body | None:
     return body if body is not None and body.glue.is_active else None
 
 
+def _named(owners: Mapping[str, int]) -> str:
+    named = [f"{path} on {owner}" for path, owner in islice(owners.items(), _MOST_NAMES)]
+    return ", ".join(named) + (", ..." if len(owners) > _MOST_NAMES else "")
+
+
 @functools.cache
-def _warn() -> None:
+def _warn(what: str) -> None:
     _log.warning(
-        "torch.utils.checkpoint was called around modules of several pipeline ranks, or outside "
-        "any: modules on one rank are checkpointed each by itself, and the operations between them "
-        "run without activation checkpointing"
+        "torch.utils.checkpoint was called around %s: it runs without activation checkpointing; "
+        "call it around modules of one rank",
+        what,
     )

@@ -33,6 +33,7 @@ from .forward_state import ForwardState
 from .known_calls import Habits, Known
 
 if TYPE_CHECKING:
+    from .regions import Region
     from .saved_bytes import SavedBytes
 
 _log = logging.getLogger("smp_runtime")
@@ -103,7 +104,12 @@ class Recomputation:
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
     def forward(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, hold: bool = False
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        hold: bool = False,
+        region: Region | None = None,
     ) -> Any:
         """Runs the call and keeps its inputs only.
 
@@ -111,6 +117,7 @@ class Recomputation:
             args: positional arguments.
             kwargs: keyword arguments.
             hold: keep what it saves until `let_go`.
+            region: keep what it saves until that region settles.
 
         Raises:
             NotSupportedError: it changed one of its inputs in place, which it did not before.
@@ -131,7 +138,7 @@ class Recomputation:
         changes = habits.changes_inputs
         self._inputs = _keep([_copy(tensor) for tensor in tensors] if changes else tensors)
         versions = [version_of(tensor) for tensor in tensors]
-        self._is_held = self._is_held or hold
+        self._is_held = self._is_held or hold or region is not None
         with saved_tensors_hooks(self._pack, self._unpack), self._state.watching():
             output = self._run(*args, **kwargs)
         self._is_complete = True
@@ -140,12 +147,23 @@ class Recomputation:
         )
         if is_changed and not changes:
             self._note_changed_inputs()
-        elif hold:
+        elif region is not None:
+            region.hold(self, is_last=hold)
+        else:
+            self.settle(hold=hold)
+        self._habits.is_known = True
+        return output
+
+    def settle(self, *, hold: bool) -> None:
+        """Frees what the call saved, at once or when `hold` ends."""
+        if hold:
             self._known.hold(self)
         elif self._is_held:
             self.let_go()
-        self._habits.is_known = True
-        return output
+
+    def keep(self) -> None:
+        """Keeps what the call saved for good, and no inputs: it is not recomputed."""
+        self._forget_first_run()
 
     def let_go(self) -> None:
         """Frees what the call saved; the backward recomputes it."""
@@ -154,6 +172,11 @@ class Recomputation:
             slot = reference()
             if slot is not None:
                 slot.empty()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is recomputed no more: that was done, or what it saved is kept."""
+        return self._state is None
 
     @property
     def is_pending(self) -> bool:
@@ -192,8 +215,11 @@ class Recomputation:
             )
         self._known.seconds += time.perf_counter() - begun
         if self._is_complete:
-            self._state = self._inputs = None
-            self._arguments = ((), {})
+            self._forget_first_run()
+
+    def _forget_first_run(self) -> None:
+        self._state = self._inputs = None
+        self._arguments = ((), {})
 
     def _note_changed_inputs(self) -> None:
         if self._habits.is_known:

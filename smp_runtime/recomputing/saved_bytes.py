@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 
@@ -33,7 +34,7 @@ class SavedBytes:
     def count(self, tensor: torch.Tensor) -> Counted:
         """Counts a tensor for as long as the result lives, which holds it."""
         place, size = _place(tensor), tensor.untyped_storage().nbytes()
-        if place in self._excluded:
+        if place == 0 or place in self._excluded:
             size = 0
         self._num_saved[place] += 1
         if self._num_saved[place] == 1:
@@ -66,5 +67,5 @@ def _tensor_of(counted: Counted) -> torch.Tensor:
 
 
 def _place(tensor: torch.Tensor) -> int:
-    place: int = tensor.untyped_storage().data_ptr()
-    return place
+    """Returns where a tensor is; 0 for those of a trace, which have no memory."""
+    return 0 if isinstance(tensor, FakeTensor) else tensor.untyped_storage().data_ptr()
