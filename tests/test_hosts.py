@@ -79,6 +79,7 @@ def follow(job: "subprocess.Popen[str]", events: dict[str, Callable[[], None]]) 
     lines = []
     for line in job.stdout:
         lines.append(line)
+        print(line, end="")  # for a test that fails, or whose time is up
         for beginning, event in events.items():
             if beginning in line:
                 event()

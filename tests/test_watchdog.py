@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import smp_runtime as smp
 from smp_runtime.errors import ConfigError, WaitTimeoutError
 from smp_runtime.execution.situation import Situation, table
+from smp_runtime.execution.watchdog import Watchdog
 from smp_runtime.messages.agreement import check_settings
 from smp_runtime.messages.bulletin import FAILURE, ROLL_CALL, Bulletin
 from tests.subjects import Block
@@ -149,3 +151,24 @@ def test_settings_that_differ_are_an_error_on_every_rank() -> None:
 def test_a_rank_that_does_not_come_is_named() -> None:
     with pytest.raises(WaitTimeoutError, match="rank 1 did not come to smp.init within 0.1 s"):
         check_settings(store(), "a", 0, 2, {}, 0.1)
+
+
+def test_its_thread_is_not_in_the_store_any_more_when_the_interpreter_ends() -> None:
+    class SlowBulletin:
+        is_inside = False
+
+        def read(self) -> list[object]:
+            self.is_inside = True
+            time.sleep(0.3)
+            self.is_inside = False
+            return []
+
+    observer = SimpleNamespace(idle_seconds=lambda: 0.0, activity="", step=1)
+    bulletin = SlowBulletin()
+    watchdog = Watchdog(bulletin, observer, 1, 60.0, lambda failure: False)  # type: ignore[arg-type]
+    watchdog.start()
+    while not bulletin.is_inside:
+        time.sleep(0.01)
+    watchdog.stop()
+    assert not bulletin.is_inside
+    assert "smp-watchdog" not in [thread.name for thread in threading.enumerate()]

@@ -27,6 +27,7 @@ _MARGIN = 2.0  # the main thread's own waits end first: they know more
 _GRACE = 4.0  # for the main thread to fail by itself once another rank has
 _ANSWER_PATIENCE = 1.5
 _SAME_CALL = 3.0
+_LAST_LOOK = 5.0  # for the thread to come back from the store at the end
 
 
 class Watchdog:
@@ -85,13 +86,24 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends watching: from now on nothing ends this rank but itself."""
+        """Ends watching: from now on nothing ends this rank but itself.
+
+        Waits for the thread: if the interpreter ended while it asks the store, it would be
+        unwound through torch's C++, which aborts the process, after all its work was done.
+        """
         self._is_stopped = True
         with suppress(ValueError):  # as above
             if self._has_wakeup:
                 signal.set_wakeup_fd(-1)
             if self._has_signal:
                 signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        if self._thread.is_alive():
+            with suppress(BlockingIOError):
+                self._pull.send(b"\0")
+            self._thread.join(_LAST_LOOK)
+        if not self._thread.is_alive():
+            for end in (self._bell, self._pull):
+                end.close()
 
     def take_leave(self, patience: float) -> None:
         """Tells all ranks that the program of this one ends, and waits a little for theirs.
@@ -147,8 +159,9 @@ class Watchdog:
             ready, _, _ = select.select([self._bell], [], [], _TICK)
             if ready and signal.SIGUSR1 in self._bell.recv(4096):
                 _say(f"smp_runtime: {signal.SIGUSR1.name}\n{self.explain()}")
-            if not self._is_stopped:
-                self._read_news()
+            if self._is_stopped:
+                return
+            self._read_news()
             is_idle = self._observer.idle_seconds() > self._timeout + _MARGIN
             if is_idle and self._observer.activity and self.failure is None:
                 self._end_hang()
