@@ -217,7 +217,7 @@ class SubstitutingOptimizer(LocalOptimizer):
         }
 
     def load_named_local_state(self, states: NamedState) -> None:
-        """Takes its part of state in which every tensor is whole."""
+        """Takes its part of state in which every tensor is whole, or a `Piece` of this rank."""
         for name, parameter in self._named():
             if name in states:
                 self._substitutes.load(parameter, states[name])

@@ -1,14 +1,16 @@
 """State dicts of an optimizer over several ranks are those of a plain one."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import smp_runtime as smp
-from smp_runtime.errors import CheckpointMismatchError, NotSupportedError
+from smp_runtime.errors import CheckpointMismatchError
 from tests.saving_job import Job, Layout, on_every_rank, same_everywhere
+from tests.worlds import run_world_expecting_failure
 
 pytestmark = pytest.mark.world
 
@@ -87,10 +89,85 @@ def test_what_does_not_fit_is_refused() -> None:
             job.optimizer.load_state_dict({**state, "param_groups": state["param_groups"][:1]})
 
     on_every_rank(Layout(2), body)
-
-    def shards(job: Job) -> None:
-        with pytest.raises(NotSupportedError, match=r"smp\.save_checkpoint"):
-            job.optimizer.local_state_dict(gather_if_shard=False)
-
-    on_every_rank(Layout(1, 2, SHARDED), shards)
     assert smp.is_initialized() is False
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(2, 2, SHARDED), Layout(1, 2, (*SHARDED, ("fp16", True)))], ids=str
+)
+def test_each_rank_saves_and_loads_its_own_shard(layout: Layout, tmp_path: Path) -> None:
+    model, optimizer = str(tmp_path / "model"), str(tmp_path / "optimizer")
+
+    def save(job: Job) -> list[float]:
+        job.train(2)
+        if smp.rdp_rank() == 0:
+            smp.save(job.model.local_state_dict(), model)
+        shard = job.optimizer.local_state_dict(gather_if_shard=False)
+        whole = job.optimizer.local_state_dict()
+        for number, values in shard["state"].items():
+            size = whole["state"][number]["exp_avg"].numel()
+            assert 0 < values["exp_avg"].numel() <= -(-size // 2)
+        smp.save(shard, optimizer, v3=True)
+        return job.train(3)
+
+    def load(job: Job) -> list[float]:
+        job.model.load_state_dict(smp.load(model))
+        job.optimizer.load_state_dict(smp.load(optimizer))
+        job.scheduler.last_epoch = job.step = 2
+        return job.train(3)
+
+    expected = same_everywhere(on_every_rank(layout, save, dropout=0.0))
+    assert same_everywhere(on_every_rank(layout, load, dropout=0.0, seed=9)) == expected
+    files = {f"optimizer_{pp}_0_{rdp}" for pp in range(layout.pp) for rdp in range(2)}
+    assert {path.name for path in tmp_path.glob("optimizer*")} == files
+
+
+def test_a_shard_of_another_rank_or_layout_is_refused(tmp_path: Path) -> None:
+    file = str(tmp_path / "optimizer")
+
+    def save(job: Job) -> None:
+        job.train(1)
+        shard = job.optimizer.local_state_dict(gather_if_shard=False)
+        smp.save(shard, file, v3=True)
+        smp.save(shard, f"{file}{smp.rank()}", partial=False)
+        smp.barrier()
+        other = smp.load(f"{file}{1 - smp.rank()}", partial=False)
+        message = f"replica {1 - smp.rank()} of 2 with .*replica {smp.rank()} of 2 with .*which wo"
+        with pytest.raises(CheckpointMismatchError, match=message):
+            job.optimizer.load_state_dict(other)
+
+    on_every_rank(Layout(1, 2, SHARDED), save)
+
+    def load(job: Job) -> None:
+        shard = smp.load(file)
+        with pytest.raises(CheckpointMismatchError, match=r"smp\.save_checkpoint"):
+            job.optimizer.load_state_dict(shard)
+
+    on_every_rank(Layout(1), load)
+
+    def load_more(_: Job) -> None:
+        if smp.rdp_rank() > 1:
+            with pytest.raises(CheckpointMismatchError, match="2 replicas.*save_checkpoint"):
+                smp.load(file)
+
+    on_every_rank(Layout(1, 4, SHARDED), load_more)
+
+
+def test_a_shard_of_another_partition_is_refused() -> None:
+    def save(job: Job) -> dict[str, Any]:
+        job.train(1)
+        return copy.deepcopy(job.optimizer.local_state_dict(gather_if_shard=False))
+
+    parts = on_every_rank(Layout(2, 2, SHARDED), save, dropout=0.0)
+
+    by_hand = (*SHARDED, ("auto_partition", False), ("default_partition", 1))
+
+    def load() -> None:
+        job = Job(Layout(2, 2, by_hand), dropout=0.0)
+        smp.set_partition(job.model.get_module().blocks[0], 0)
+        job.optimizer.load_state_dict(parts[smp.rank()])
+        job.train(1)
+
+    for outcome in run_world_expecting_failure(4, load):
+        assert outcome.exit_code != 0
+        assert "the model was partitioned in another way" in outcome.stderr_text

@@ -12,16 +12,18 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import CheckpointMismatchError, NotSupportedError
+from ..errors import CheckpointMismatchError, UsageError
 from ..runtime import Runtime, current, is_initialized
 from ..saving.optimizer_state import (
     NamesItsState,
     Piece,
     load_local_state,
     local_state,
+    needed_names,
     parameter_names,
 )
 from ..saving.state import merged
+from .optimizer_shard import SHARD, as_shard, check_held, is_sharded, pieces_of
 
 PARTIAL = "_smp_is_partial"
 
@@ -54,27 +56,30 @@ class StateDicts:
         """Returns the state of the parameters on this rank, and the settings of all groups.
 
         Args:
-            gather_if_shard: False is not supported.
+            gather_if_shard: with `shard_optimizer_state`, join the shards of all replicas, so that
+                every rank calls it. False returns this rank's shard alone, which loads on the same
+                rank of the same layout; save it by ``smp.save(..., v3=True)``.
         """
         runtime = self._runtime()
         if runtime is None:
             return {**super().state_dict(), PARTIAL: True}  # type: ignore[misc]
-        if not gather_if_shard and runtime.config.shard_optimizer_state:
-            raise NotSupportedError(
-                "local_state_dict(gather_if_shard=False) is not supported: smp.save_checkpoint "
-                "saves each rank's shard, and resumes at any layout"
-            )
-        return {**self._packed(runtime), PARTIAL: True}
+        return {**self._packed(runtime, gather_if_shard), PARTIAL: True}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads a state dict, whole or in parts. Every rank calls it.
+        """Loads a state dict, whole, in parts, or of one's own shard. Every rank calls it.
 
         Before the partitioning settings of groups are set at once, and the rest in the first step.
 
         Raises:
-            CheckpointMismatchError: groups have other numbers of parameters.
+            CheckpointMismatchError: groups have other numbers of parameters, or the shard is that
+                of another rank, layout or partition.
+            UsageError: a shard is loaded before the model is wrapped.
         """
         runtime = self._runtime()
+        is_shard = SHARD in state_dict
+        if is_shard and is_initialized() and current().model is None:
+            raise UsageError("load a shard of the optimizer's state after smp.DistributedModel")
+        state = pieces_of(state_dict, runtime) if is_shard else state_dict["state"]
         if runtime is None:
             plain = {key: value for key, value in state_dict.items() if key != PARTIAL}
             super().load_state_dict(plain)  # type: ignore[misc]
@@ -87,8 +92,7 @@ class StateDicts:
                 "the state dict's parameter groups have other numbers of parameters than those of "
                 "the optimizer; build the optimizer as it was"
             )
-        state = state_dict["state"]
-        if state_dict.get(PARTIAL):
+        if state_dict.get(PARTIAL) and not is_shard:
             state = _nested(merged(_flat(state), runtime.engine, "optimizer.load_state_dict"))
         assert runtime.model is not None
         names = parameter_names(runtime.model.get_module())
@@ -97,7 +101,13 @@ class StateDicts:
         optimizer: Any = self
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
-        runtime.model.when_partitioned(lambda: load_local_state(optimizer, named, names))
+
+        def load() -> None:
+            if is_shard:
+                check_held(named, needed_names(optimizer, names))
+            load_local_state(optimizer, named, names)
+
+        runtime.model.when_partitioned(load)
         if isinstance(optimizer, NamesItsState) and "loss_scaler" in state_dict:
             optimizer.load_loss_scaler_state(state_dict["loss_scaler"])
 
@@ -113,7 +123,7 @@ class StateDicts:
         given: Any = vars(self)["param_groups"]
         return self._whole_groups or [list(group["params"]) for group in given]
 
-    def _packed(self, runtime: Runtime) -> dict[str, Any]:
+    def _packed(self, runtime: Runtime, joins_shards: bool = True) -> dict[str, Any]:
         """Returns a state dict with the state on this rank only."""
         assert runtime.model is not None
         optimizer: Any = self
@@ -122,7 +132,7 @@ class StateDicts:
         parameters = [parameter for group in groups for parameter in group]
         numbers = {names[id(parameter)]: n for n, parameter in enumerate(parameters)}
         state = local_state(optimizer, names)
-        if runtime.config.shard_optimizer_state and runtime.placement.size("rdp") > 1:
+        if is_sharded(runtime) and joins_shards:
             shapes = {names[id(parameter)]: tuple(parameter.shape) for parameter in parameters}
             state = _joined_over_replicas(state, shapes, runtime)
         begins = [sum(map(len, groups[:index])) for index in range(len(groups))]
@@ -140,7 +150,7 @@ class StateDicts:
         }
         if isinstance(optimizer, NamesItsState) and (scaler := optimizer.loss_scaler_state()):
             packed["loss_scaler"] = scaler
-        return packed
+        return packed if joins_shards or not is_sharded(runtime) else as_shard(packed, runtime)
 
 
 def _joined_over_replicas(

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from ..errors import CheckpointMismatchError
 from ..replication.replicas import Replicas
 from ..saving.optimizer_state import Piece
 
@@ -80,7 +81,19 @@ class Substitute:
         return Piece(value, self.start) if self.is_slice and is_part else value
 
     def cut(self, value: Any) -> Any:
-        """Returns this substitute's part of a value of the parameter's state."""
+        """Returns this substitute's part of a value of the parameter's state.
+
+        Raises:
+            CheckpointMismatchError: the value is another part.
+        """
+        if isinstance(value, Piece):
+            given = (value.start, value.start + len(value.values))
+            if given != (self.start, self.stop):
+                raise CheckpointMismatchError(
+                    f"elements {given[0]} to {given[1]} of a parameter's state were given to the "
+                    f"rank that has {self.start} to {self.stop}; the parameter had another shape"
+                )
+            return value.values.to(self.tensor.device, copy=True)
         if not isinstance(value, torch.Tensor) or value.shape != self.parameter.shape:
             return value
         part = self._part(value).to(self.tensor.device, copy=True)
@@ -179,7 +192,7 @@ class Substitutes:
         return state
 
     def load(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
-        """Takes this rank's part of the state of a whole parameter."""
+        """Takes this rank's part of the state of a parameter, given whole or as a `Piece`."""
         self._optimizer.state[parameter] = dict(state)
         self.of(parameter)
 

@@ -40,7 +40,7 @@ class NamesItsState(Protocol):
         """Returns the state on this rank; a tensor that is sharded as a `Piece`."""
 
     def load_named_local_state(self, states: NamedState) -> None:
-        """Takes its part of state in which every tensor is whole."""
+        """Takes its part of state in which every tensor is whole, or a `Piece` of this rank."""
 
     def state_names(self) -> Sequence[str]:
         """Returns the names of the parameters whose state this rank needs."""

@@ -73,7 +73,8 @@ def load(
 
     Raises:
         CheckpointNotFoundError: there is no such file.
-        CheckpointMismatchError: it was saved at another number of partitions.
+        CheckpointMismatchError: it was saved at another number of partitions, or, with `v3`, by
+            fewer replicas.
         CheckpointDamagedError: the file can't be read.
         UnsafeContentError: it holds pickled code.
     """
@@ -91,9 +92,10 @@ def load(
 def _part(path: Path) -> Path:
     """Returns this rank's file, and makes sure that it is one of as many as there are ranks."""
     size = current().placement.size("pp")
-    pattern = re.compile(re.escape(path.name) + r"_(\d+)_(\d+)(_\d+)?")
+    pattern = re.compile(re.escape(path.name) + r"_(\d+)_(\d+)(?:_(\d+))?")
     folder = path.parent.iterdir() if path.parent.is_dir() else ()
-    saved = {int(found[1]) for file in folder if (found := pattern.fullmatch(file.name))}
+    parts = [found for file in folder if (found := pattern.fullmatch(file.name))]
+    saved = {int(part[1]) for part in parts}
     if not saved:
         raise CheckpointNotFoundError(f"there are no files {path}_<pp_rank>_<tp_rank>")
     if max(saved) + 1 != size:
@@ -104,6 +106,13 @@ def _part(path: Path) -> Path:
     candidates = [path.with_name(path.name + _suffix(v3)) for v3 in (True, False)]
     present = [candidate for candidate in candidates if candidate.is_file()]
     if not present:
+        replicas = 1 + max((int(part[3]) for part in parts if part[3]), default=0)
+        if any(part[3] for part in parts) and current().here.rdp_rank >= replicas:
+            raise CheckpointMismatchError(
+                f"{path} was saved by {replicas} replicas, each its own part, and this is replica "
+                f"{current().here.rdp_rank}; use smp.save_checkpoint and "
+                "smp.resume_from_checkpoint, which work at any degree"
+            )
         names = " or ".join(candidate.name for candidate in candidates)
         raise CheckpointNotFoundError(
             f"the part of this rank, {names}, is missing in {path.parent}; copy all parts"
