@@ -96,7 +96,7 @@ def main() -> None:
             report_to=[],
             use_cpu=line.plain,
         ),
-        train_dataset=sequences[:-13],
+        train_dataset=sequences[: 15 * BATCH + 3],
         eval_dataset=sequences[-13:],
         compute_metrics=accuracy,
     )

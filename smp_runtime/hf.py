@@ -19,7 +19,9 @@ as SageMaker's variables would, and repairs what is broken, without a change to 
 * All replicas got the same batches, and evaluation looked at one replica's only.
 * Losses were not normalised by the number of tokens, and `compute_loss` was never called.
 * All ranks wrote to the same files of a checkpoint at once.
-* Batches that microbatches don't divide failed; they are cut into fewer microbatches.
+* Batches that microbatches don't divide failed; they are cut into another number of microbatches.
+* Replicas repeated samples to fill the last batch of an epoch. Where it is not full every replica
+  gets all of its samples instead, so that none counts twice. An IterableDataset still repeats some.
 """
 
 from __future__ import annotations

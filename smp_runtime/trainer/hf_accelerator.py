@@ -19,6 +19,7 @@ from accelerate.utils import recursively_apply  # type: ignore[import-untyped]
 from .. import device
 from ..messages.communication import CommGroup, allgather
 from ..runtime import current
+from .hf_batches import repeat_no_samples
 
 _LAUNCHERS_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -55,6 +56,12 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
     def dispatch_batches(self) -> bool:
         """Never: accelerate would send the first process's batches to all ranks."""
         return False
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Gives this replica its batches, and repeats no sample to fill the last one."""
+        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        repeat_no_samples(prepared)
+        return prepared
 
     def gather(self, tensor: Any) -> Any:
         """Joins the tensors of all replicas along their first dimension, on all of them."""

@@ -17,6 +17,7 @@ from ..messages.communication import barrier
 from ..model import DistributedModel
 from ..runtime import current
 from .hf_accelerator import ReplicaAccelerator, alone
+from .hf_batches import is_shared
 from .hf_steps import evaluate_batch, train_on_batch
 
 _NUM_STEPS = "smp_num_steps.json"
@@ -32,6 +33,7 @@ def repair(trainer: Any, arguments: Any) -> None:
     for name, replacement in (
         ("create_accelerator_and_postprocess", _create_accelerator),
         ("_wrap_model", _wrap_model),
+        ("_get_num_items_in_batch", _get_num_items_in_batch),
         ("training_step", _training_step),
         ("prediction_step", _prediction_step),
         ("save_model", _save_model),
@@ -86,6 +88,21 @@ def _wrap_model(
         trainer.model_wrapped = wrapped
         trainer.create_optimizer()
     return wrapped
+
+
+def _get_num_items_in_batch(
+    native: Callable[..., Any], trainer: Any, batch_samples: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """The tokens of a batch that all replicas got would count once for each."""
+    if not batch_samples or not is_shared(trainer.accelerator):
+        return native(trainer, batch_samples, *args, **kwargs)
+    before, shared = (
+        native(trainer, batches, *args, **kwargs)
+        for batches in (batch_samples[:-1], batch_samples[-1:])
+    )
+    if shared is None:
+        return None
+    return (0 if before is None else before) + shared / current().placement.size("dp")
 
 
 def _training_step(

@@ -19,30 +19,38 @@ from ..microbatch import StepOutput
 from ..runtime import current
 from ..step_function import StepFunction
 from ..trees import iter_tensors
+from .hf_batches import is_shared
 
 
 class TrainerStep(StepFunction):
-    """A step on a batch of any size: if microbatches don't divide it, it has fewer of them.
+    """A step on a batch of any size, in equal microbatches that are never larger than usual.
 
     Args:
         function: the body.
+        batch_size: of a usual batch of one replica.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], batch_size: int) -> None:
         super().__init__(function, (), {}, True)
+        self._batch_size = batch_size
 
     def num_microbatches(self, call: Call) -> int:
-        """Returns the largest number of equal microbatches, up to the setting."""
+        """Returns the smallest number of equal microbatches that take no more memory than usual."""
         size = next((tensor.shape[0] for tensor in iter_tensors(call) if tensor.dim()), 1)
-        most = current().config.microbatches
-        return next((m for m in range(min(most, size), 0, -1) if size % m == 0), 1)
+        most = -(-min(size, self._batch_size) // current().config.microbatches)
+        return next((m for m in range(1, size) if size % m == 0 and size // m <= most), size)
 
-    def on_batch(self, trainer: Any, model: Any, inputs: Any, num_items: Any) -> Any:
+    def on_batch(
+        self, trainer: Any, model: Any, inputs: Any, num_items: Any, is_shared: bool
+    ) -> Any:
         """Runs a step with the share of `num_items` that would be each microbatch's."""
         if num_items is not None:
+            replicas = current().placement.size("dp")
             num_items = float(num_items) / self.num_microbatches(((inputs,), {}))
             if trainer.args.average_tokens_across_devices:  # they are those of all replicas
-                num_items /= current().placement.size("dp")
+                num_items /= replicas
+            if is_shared:  # each replica adds up the losses of all
+                num_items *= replicas
         with trainer.accelerator.counted_as_one():
             return self(model, inputs, num_items)
 
@@ -51,7 +59,12 @@ def train_on_batch(
     trainer: Any, model: Any, inputs: Any, num_items: torch.Tensor | int | None
 ) -> torch.Tensor:
     """Does one forward and backward pass and returns the loss, averaged over the replicas."""
-    losses = _step(trainer, "_smp_train", _train).on_batch(trainer, model, inputs, num_items)
+    step = _step(trainer, "_smp_train", _train, trainer.args.train_batch_size)
+    # The batches of one update are read ahead, and only the last of an epoch may be shared.
+    is_last = trainer.accelerator.gradient_state.sync_gradients
+    losses = step.on_batch(
+        trainer, model, inputs, num_items, is_last and is_shared(trainer.accelerator)
+    )
     return _mean_over_replicas(losses.reduce_mean())
 
 
@@ -66,9 +79,9 @@ def evaluate_batch(trainer: Any, model: Any, inputs: Any) -> Any:
 
     The loss among them is that of the batches of all replicas together.
     """
-    inputs = _without_duplicates(trainer, inputs)
     num_items = trainer._get_num_items_in_batch([inputs], trainer.args.device)
-    outputs = _step(trainer, "_smp_evaluate", _evaluate).on_batch(trainer, model, inputs, num_items)
+    step = _step(trainer, "_smp_evaluate", _evaluate, trainer.args.eval_batch_size)
+    outputs = step.on_batch(trainer, model, inputs, num_items, is_shared(trainer.accelerator))
     if not _returns_loss(trainer, inputs):
         return outputs
     is_dict = isinstance(outputs, dict)
@@ -80,25 +93,10 @@ def evaluate_batch(trainer: Any, model: Any, inputs: Any) -> Any:
     return (loss, *outputs[1:])
 
 
-def _without_duplicates(trainer: Any, inputs: Any) -> Any:
-    """Ignores the labels of samples with which accelerate fills the last batch of an epoch."""
-    state = trainer.accelerator.gradient_state
-    if not state.end_of_dataloader or state.remainder <= 0:
-        return inputs
-    masked = dict(inputs)
-    for name in trainer.label_names:
-        labels = inputs.get(name)
-        if isinstance(labels, torch.Tensor) and labels.dim() and not labels.is_floating_point():
-            first = len(labels) * trainer.accelerator.process_index
-            masked[name] = labels.clone()
-            masked[name][max(state.remainder - first, 0) :] = -100
-    return masked
-
-
-def _step(trainer: Any, name: str, body: Callable[..., Any]) -> TrainerStep:
+def _step(trainer: Any, name: str, body: Callable[..., Any], batch_size: int) -> TrainerStep:
     """Returns the step of a Trainer, made at its first use."""
     if name not in vars(trainer):
-        setattr(trainer, name, TrainerStep(functools.partial(body, trainer)))
+        setattr(trainer, name, TrainerStep(functools.partial(body, trainer), batch_size))
     step: TrainerStep = getattr(trainer, name)
     return step
 
