@@ -144,9 +144,7 @@ def test_the_script_runs_as_it_is_and_under_the_other_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CHECKPOINTS", str(tmp_path))
-    script = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert script is not None
-    text = script[1]
+    text, reader = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
     def body(code: str) -> str:
         out = io.StringIO()
@@ -162,6 +160,14 @@ def test_the_script_runs_as_it_is_and_under_the_other_name(
     assert alone.count("step ") == 3
     for code in (text, native):
         assert run_world(2, body, code) == [alone, ""]
+    found: dict[str, Any] = {}
+    exec(compile(reader, "helper.py", "exec"), found)
+    assert found["user_content"] == {"step": 3}
+    shapes = {name: tuple(tensor.shape) for name, tensor in found["weights"].items()}
+    assert shapes == {"0.weight": (32, 16), "0.bias": (32,), "2.weight": (4, 32), "2.bias": (4,)}
+    written = {path.name for path in (tmp_path / "step3_partial").iterdir()}
+    ranks = {f"{kind}_{pp}_0_0.safetensors" for kind in ("model", "optimizer") for pp in (0, 1)}
+    assert written == {*ranks, "index.json", "run_state.pt", "user_content.pt"}
 
 
 def test_files_and_links_exist() -> None:

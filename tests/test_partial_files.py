@@ -30,6 +30,8 @@ def test_parts_are_named_by_rank_and_found_again(tmp_path: Path) -> None:
                 smp.save({"rank": torch.tensor(smp.rank())}, file, v3=v3)
             smp.barrier()
             loaded.append(smp.load(file)["rank"].item())
+            by_hand = f"{file}_{smp.pp_rank()}_0" + (f"_{smp.rdp_rank()}" if v3 else "")
+            assert torch.load(by_hand)["rank"] == loaded[-1]
         return loaded
 
     assert on_every_rank(Layout(2, 2), body) == [[0, 0], [1, 1], [0, 2], [1, 3]]

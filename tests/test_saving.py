@@ -170,4 +170,4 @@ def test_only_so_many_checkpoints_are_kept(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {
         "newest", "step3_partial", "step4_partial"
     }  # fmt: skip
-    assert (tmp_path / "newest").read_text() == "step4_partial\n"
+    assert (tmp_path / "newest").read_text() == "step4_partial"

@@ -168,7 +168,7 @@ def _finish(
     )
     _write(folder / INDEX, index.model_dump_json(indent=1).encode())
     publish_folder(folder, path / f"{tag}{PARTIAL}")
-    replace_text(path / NEWEST, f"{tag}{PARTIAL}\n")
+    replace_text(path / NEWEST, f"{tag}{PARTIAL}")  # no newline: scripts join it to the path
     if num_kept is not None:
         for old in complete(path)[:-num_kept]:
             if old != tag:
