@@ -1,5 +1,7 @@
 """Buckets take gradients in, look like DistributedDataParallel's to hooks, and give them back."""
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -58,10 +60,10 @@ def test_it_looks_like_a_grad_bucket() -> None:
     assert first.buffer().tolist() == [0.0, 0.0, 0.0]
 
 
-def filled() -> tuple[Bucket, list[nn.Parameter], Tensor]:
+def filled(*, as_views: bool = False) -> tuple[Bucket, list[nn.Parameter], Tensor]:
     made = parameters(2, 1)
     made[0].grad = gradient = torch.tensor([2.0, 4.0])
-    (bucket,) = lay_out(made, 100)
+    (bucket,) = lay_out(made, 100, as_views=as_views)
     return bucket, made, gradient
 
 
@@ -74,7 +76,7 @@ def test_parameters_have_no_gradient_while_it_is_under_way() -> None:
 def test_gradients_come_back_into_the_same_tensors() -> None:
     bucket, made, gradient = filled()
     bucket.take_in(1.0)
-    late = bucket.give_out(torch.tensor([7.0, 8.0, 9.0]), [True, True], as_views=False)
+    late = bucket.give_out(torch.tensor([7.0, 8.0, 9.0]), [True, True])
     assert late == [None, None]
     assert made[0].grad is gradient
     assert gradient.tolist() == [7.0, 8.0]
@@ -83,9 +85,12 @@ def test_gradients_come_back_into_the_same_tensors() -> None:
 
 
 def test_gradients_come_back_as_views() -> None:
-    bucket, made, _ = filled()
+    bucket, made, gradient = filled(as_views=True)
+    original = weakref.ref(gradient)
+    del gradient
     bucket.take_in(1.0)
-    bucket.give_out(bucket.buffer(), [True, False], as_views=True)
+    assert original() is None  # its memory is free already
+    bucket.give_out(bucket.buffer(), [True, False])
     assert made[0].grad is not None
     assert made[0].grad.data_ptr() == bucket.buffer().data_ptr()
     assert made[1].grad is None
@@ -97,7 +102,7 @@ def test_what_comes_late_is_told() -> None:
     bucket, made, _ = filled()
     bucket.take_in(1.0)
     made[1].grad = torch.tensor([5.0])
-    nothing, late = bucket.give_out(bucket.buffer(), [True, True], as_views=False)
+    nothing, late = bucket.give_out(bucket.buffer(), [True, True])
     assert nothing is None
     assert late is not None
     assert late.tolist() == [5.0]

@@ -9,6 +9,7 @@ communication hook a bucket is what DistributedDataParallel's `GradBucket` is.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -24,21 +25,38 @@ class Bucket:
         index: its position in the order in which buckets are launched.
         parameters: whose gradients it takes; of one type and on one device.
         is_last: no other bucket follows.
+        as_views: reduced gradients are views of the buffer, which saves a copy and its memory.
     """
 
-    def __init__(self, index: int, parameters: Sequence[nn.Parameter], is_last: bool) -> None:
-        first = parameters[0]
-        sizes = [parameter.numel() for parameter in parameters]
+    def __init__(
+        self,
+        index: int,
+        parameters: Sequence[nn.Parameter],
+        is_last: bool,
+        *,
+        as_views: bool = False,
+    ) -> None:
         self._index = index
         self._is_last = is_last
+        self._as_views = as_views
         self._parameters = list(parameters)
-        self._flat = torch.zeros(sum(sizes), dtype=gradient_type(first), device=first.device)
-        self._buffer = self._flat
-        self._places = [
-            place.view(parameter.shape)
-            for place, parameter in zip(torch.split(self._flat, sizes), parameters, strict=True)
-        ]
+        self._buffer: torch.Tensor | None = None
         self._set_aside: list[torch.Tensor | None] = []
+
+    # In the first step all gradients are there when the first bucket is launched. So the memory of
+    # a bucket is not taken before it is its turn, when those before it have freed theirs.
+
+    @cached_property
+    def _flat(self) -> torch.Tensor:
+        first = self._parameters[0]
+        size = sum(parameter.numel() for parameter in self._parameters)
+        return torch.zeros(size, dtype=gradient_type(first), device=first.device)
+
+    @cached_property
+    def _places(self) -> list[torch.Tensor]:
+        sizes = [parameter.numel() for parameter in self._parameters]
+        places = torch.split(self._flat, sizes)
+        return [place.view(p.shape) for place, p in zip(places, self._parameters, strict=True)]
 
     # -- what a communication hook sees ------------------------------------------------------
 
@@ -48,7 +66,7 @@ class Bucket:
 
     def buffer(self) -> torch.Tensor:
         """Returns the flat buffer, shape ``(elements,)``."""
-        return self._buffer
+        return self._flat if self._buffer is None else self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
         """Replaces the buffer for hooks that follow in this step."""
@@ -78,10 +96,11 @@ class Bucket:
         Raises:
             NotSupportedError: a gradient is sparse.
         """
-        self._set_aside = [parameter.grad for parameter in self._parameters]
-        for parameter, gradient, place in zip(
-            self._parameters, self._set_aside, self._places, strict=True
-        ):
+        has = [parameter.grad is not None for parameter in self._parameters]
+        if not self._as_views:
+            self._set_aside = [parameter.grad for parameter in self._parameters]
+        for parameter, place in zip(self._parameters, self._places, strict=True):
+            gradient = parameter.grad
             if gradient is None:
                 place.zero_()
                 continue
@@ -98,44 +117,47 @@ class Bucket:
             else:
                 place.copy_(gradient)
             parameter.grad = None
-        return [gradient is not None for gradient in self._set_aside]
+        return has
 
     @torch.no_grad()
     def give_out(
-        self, result: torch.Tensor, is_present: Sequence[bool], *, as_views: bool
+        self, result: torch.Tensor, is_present: Sequence[bool]
     ) -> list[torch.Tensor | None]:
         """Gives the parameters the reduced gradients.
 
         Args:
             result: the reduced buffer, perhaps the buffer itself.
             is_present: for each parameter whether any replica had a gradient.
-            as_views: gradients are views of the buffer, which saves a copy and its memory.
 
         Returns:
             For each parameter the gradient that came after the launch, None as a rule.
         """
         if result.data_ptr() != self._flat.data_ptr():
             self._flat.copy_(result.reshape(-1))
-        self._buffer = self._flat
+        self._buffer = None
         late = [parameter.grad for parameter in self._parameters]
-        for parameter, before, place, has in zip(
-            self._parameters, self._set_aside, self._places, is_present, strict=True
+        before = self._set_aside or [None] * len(self._parameters)
+        for parameter, gradient, place, has in zip(
+            self._parameters, before, self._places, is_present, strict=True
         ):
             if not has:
                 parameter.grad = None
-            elif as_views:
+            elif self._as_views:
                 parameter.grad = place
             else:
-                gradient = (
-                    torch.empty_like(parameter, dtype=place.dtype) if before is None else before
-                )
+                if gradient is None:
+                    gradient = torch.empty_like(parameter, dtype=place.dtype)
                 parameter.grad = gradient.copy_(place)
         self._set_aside = []
         return late
 
 
 def lay_out(
-    parameters: Sequence[nn.Parameter], limit: int, shared: Sequence[nn.Parameter] = ()
+    parameters: Sequence[nn.Parameter],
+    limit: int,
+    shared: Sequence[nn.Parameter] = (),
+    *,
+    as_views: bool = False,
 ) -> list[Bucket]:
     """Makes buckets of parameters in their order, each of one type and at most `limit` bytes.
 
@@ -146,10 +168,14 @@ def lay_out(
         parameters: in the order in which their gradients come.
         limit: most bytes of a bucket. A parameter above it has a bucket of its own.
         shared: parameters whose gradients come after all others, in buckets of their own.
+        as_views: see `Bucket`.
     """
     last_first = _runs(parameters[::-1], [limit // 8, limit // 4, limit // 2, limit])
     runs = [run[::-1] for run in last_first][::-1] + list(_runs(shared, [limit]))
-    return [Bucket(index, run, index == len(runs) - 1) for index, run in enumerate(runs)]
+    return [
+        Bucket(index, run, index == len(runs) - 1, as_views=as_views)
+        for index, run in enumerate(runs)
+    ]
 
 
 def _runs(

@@ -233,7 +233,7 @@ class Reduction:
         # Sums over stages come last, whenever their parts came.
         own = [parameter for parameter in order if id(parameter) not in self._shared]
         shared = [parameter for parameter in order if id(parameter) in self._shared]
-        self._buckets = lay_out(own, self._bucket_bytes, shared)
+        self._buckets = lay_out(own, self._bucket_bytes, shared, as_views=self._as_views)
         self._bucket_of = {
             p: bucket.index() for bucket in self._buckets for p in bucket.parameters()
         }
@@ -267,9 +267,7 @@ class Reduction:
             parameters = bucket.parameters()
             flags = present[begin : begin + len(parameters)]
             begin += len(parameters)
-            for parameter, gradient in zip(
-                parameters, bucket.give_out(result, flags, as_views=self._as_views), strict=True
-            ):
+            for parameter, gradient in zip(parameters, bucket.give_out(result, flags), strict=True):
                 if gradient is not None:
                     left_over[parameter] = gradient
         for parameter in late:
