@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from . import device
 from .config import Config, load_config
@@ -45,6 +44,7 @@ class Runtime:
     Attributes:
         config: the settings.
         placement: the grid of ranks.
+        store: torch's, which all ranks share.
         here: this rank's place on it.
         groups: its process groups.
         engine: runs its steps.
@@ -60,7 +60,7 @@ class Runtime:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        start_distributed(config.timeout, config.ddp_port)
+        self.store = start_distributed(config.timeout, config.ddp_port)
         world, rank = dist.get_world_size(), dist.get_rank()
         self.placement = Placement(
             world,
@@ -76,7 +76,7 @@ class Runtime:
             )
         board = f"{next(_boards)}"
         settings = config.model_dump(mode="json")
-        check_settings(_get_default_store(), board, rank, world, settings, config.timeout)
+        check_settings(self.store, board, rank, world, settings, config.timeout)
         self.here: Coordinates = self.placement.coordinates(rank)
         device.use_local_device(local_rank())
         self.groups = Groups(self.placement)
@@ -98,7 +98,7 @@ class Runtime:
             recompute_ahead=config.recompute_ahead,
             recompute_ahead_modules=config.recompute_ahead_modules,
         )
-        bulletin = Bulletin(_get_default_store(), board, rank)
+        bulletin = Bulletin(self.store, board, rank)
         self.transport.tell_world = lambda report: bulletin.post(FAILURE, report)
         self.observer = Observer(self.engine, rank)
         self.watchdog = Watchdog(

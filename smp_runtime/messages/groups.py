@@ -6,14 +6,17 @@ import datetime
 import os
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store, _get_default_store
+from torch.distributed.rendezvous import rendezvous
 
 from .. import device
 from ..planning.placement import Axis, Placement
+from .attempt import fresh_store
 
 _AXES: tuple[Axis, ...] = ("world", "pp", "tp", "rdp", "dp", "mp")
 
 
-def start_distributed(timeout: float, port: int | None) -> None:
+def start_distributed(timeout: float, port: int | None) -> Store:
     """Starts torch.distributed from the environment, unless it runs already.
 
     Without a launcher's variables this process is a world of its own.
@@ -21,21 +24,29 @@ def start_distributed(timeout: float, port: int | None) -> None:
     Args:
         timeout: seconds that a collective may take.
         port: where ranks meet, in place of MASTER_PORT.
+
+    Returns:
+        A store that all ranks share, without anything of ranks that were there before a restart.
     """
     if dist.is_initialized():
-        return
+        return fresh_store(_get_default_store(), dist.get_rank(), dist.get_world_size(), timeout)
     defaults = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     if "RANK" not in os.environ:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        return
+        own = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=own, rank=0, world_size=1)
+        return _get_default_store()
     if port is not None:
         os.environ["MASTER_PORT"] = str(port)
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    patience = datetime.timedelta(seconds=max(timeout, 1.0))
+    met, rank, size = next(rendezvous("env://", timeout=patience))
+    met.set_timeout(patience)
+    store = fresh_store(met, rank, size, patience.total_seconds())
     dist.init_process_group(
-        device.default_backend(), timeout=datetime.timedelta(seconds=max(timeout, 1.0))
+        device.default_backend(), timeout=patience, store=store, rank=rank, world_size=size
     )
+    return _get_default_store()
 
 
 class Groups:

@@ -40,8 +40,7 @@ class RollCall:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self._store: Any = dist.PrefixStore(  # type: ignore[attr-defined]
-            f"smp_roll_call_{RollCall._num_calls}",
-            dist.distributed_c10d._get_default_store(),
+            f"smp_roll_call_{RollCall._num_calls}", runtime.store
         )
         self._timeout = runtime.config.timeout
         self._transport = runtime.transport
