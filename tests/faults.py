@@ -4,6 +4,7 @@ As a script, for launchers: `python tests/faults.py FAULT DEGREE`.
 """
 
 import ctypes
+import errno
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import smp_runtime as smp
 from tests.subjects import Block
@@ -21,7 +23,7 @@ from tests.subjects import Block
 STEPS = 4
 TIMEOUT = 2.0
 BAD_STEP = 3
-VICTIM_PP_RANK = 1  # the partition, in the first replica, where things go wrong
+VICTIM = 1  # the rank where things go wrong
 
 
 class Stage(Block):
@@ -58,13 +60,22 @@ def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def fill_disk() -> None:
+    """Lets this process find the disk full from now on."""
+
+    def flush(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    os.fsync = flush
+
+
 def exit_at_once() -> None:
     os._exit(7)
 
 
 def is_victim() -> bool:
     """Whether this is the rank where things go wrong."""
-    return smp.pp_rank() == VICTIM_PP_RANK and smp.dp_rank() == 0
+    return smp.rank() == VICTIM
 
 
 def start(degree: int, fault: str) -> Any:
@@ -77,6 +88,7 @@ def start(degree: int, fault: str) -> Any:
         "ddp": True,
         "timeout": TIMEOUT,
         "debug": fault == "nan",
+        "shard_optimizer_state": fault.startswith("sharded"),
     }
     if fault == "config" and os.environ["RANK"] == "1":
         settings["microbatches"] = 4
@@ -117,6 +129,17 @@ IN_MODULE: dict[str, Callable[[], None]] = {
 }
 
 
+def fragile_allreduce(state: Any, bucket: Any) -> Any:
+    """Averages a bucket of gradients; fails on the victim in the bad step."""
+    fragile_allreduce.calls += 1
+    if fragile_allreduce.calls == BAD_STEP and is_victim():
+        boom()
+    return default_hooks.allreduce_hook(state, bucket)
+
+
+fragile_allreduce.calls = 0
+
+
 def batches(fault: str) -> Any:
     """Yields the batches; the loader may fail or end early."""
     for step in range(1, STEPS + 1):
@@ -132,24 +155,41 @@ def batches(fault: str) -> Any:
         yield STEPS + 1, torch.ones(4, 8)
 
 
-def job(degree: int, fault: str) -> None:
-    """Trains until the fault strikes."""
+def prepare(fault: str, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Makes the victim ready to fail in the coming step, or after it."""
+    block = model.get_module()[smp.pp_rank()]
+    if fault in IN_MODULE:
+        block.fault = IN_MODULE[fault]
+    if fault == "backward":
+        block.backward_fault = boom
+    if fault == "hook":
+        block.register_forward_hook(lambda *_: boom())
+    if fault == "gradient hook":
+        next(block.parameters()).register_post_accumulate_grad_hook(lambda _: boom())
+    if fault in ("optimizer", "sharded optimizer"):
+        optimizer.register_step_pre_hook(lambda *_: boom())
+    if fault == "after optimizer":
+        optimizer.register_step_post_hook(lambda *_: boom())
+    if fault == "disk":
+        fill_disk()
+    if fault == "state":
+        Stage.get_extra_state = lambda _: boom()
+
+
+def job(degree: int, fault: str, folder: str = "") -> None:
+    """Trains until the fault strikes; with a folder, saves a checkpoint after each step."""
     model = start(degree, fault)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    if fault == "comm hook":
+        model.register_comm_hook(None, fragile_allreduce)
     for step, x in batches(fault):
         if step == BAD_STEP and is_victim():
-            block = model.get_module()[VICTIM_PP_RANK]
-            if fault in IN_MODULE:
-                block.fault = IN_MODULE[fault]
-            if fault == "backward":
-                block.backward_fault = boom
-            if fault == "hook":
-                block.register_forward_hook(lambda *_: boom())
-            if fault == "optimizer":
-                optimizer.register_step_pre_hook(lambda *_: boom())
+            prepare(fault, model, optimizer)
         train(model, x, fault + "!" if step == BAD_STEP else fault)
         optimizer.step()
         optimizer.zero_grad()
+        if folder:
+            smp.save_checkpoint(folder, f"step{step}", num_kept_partial_checkpoints=1)
         if step == BAD_STEP and fault == "save" and is_victim():
             model.state_dict()
         if step == BAD_STEP and fault == "barrier" and is_victim():

@@ -59,6 +59,15 @@ TABLE = {
     "short loader": Fault(r"rank \d, .*rank \d ended its program"),
     "once more": Fault(r"rank \d, .*rank \d ended its program"),
     "save": Fault(r"rank \d, .*(called state_dict|state dict)"),
+    "disk": Fault(
+        r"rank \d, after step 3: .*model_1_0_0.safetensors could not be written \(No space left",
+        ("No space left on device", "Traceback", "complete before are untouched"),
+    ),
+    "state": Fault(rf"rank 1, after step 3: {BOOM}", (BOOM, "Traceback")),
+    "gradient hook": Fault(rf"{AT}.*{BOOM}", (BOOM, "Traceback", "[1B0]")),
+    "comm hook": Fault(rf"rank 1, step 3, microbatch 1, at .*{BOOM}", (BOOM, "Traceback")),
+    "after optimizer": Fault(rf"rank 1, after step 3: {BOOM}", (BOOM, "Traceback")),
+    "sharded optimizer": Fault(rf"rank 1, after step 3: {BOOM}", (BOOM, "Traceback")),
     "exit": Fault(GONE, dies=7),
     "kill": Fault(GONE, dies=-signal.SIGKILL),
     "stop": Fault(r"rank \d, step \d", ("no answer",), dies=-9, is_silent=True),
@@ -66,12 +75,16 @@ TABLE = {
     "never": Fault(r"rank \d, step \d.*2 s \(setting `timeout`\)", ("no step",), is_silent=True),
     "barrier": Fault(r"rank \d, .*2 s \(setting `timeout`\)", ("smp.barrier",), is_silent=True),
 }
+OF_REPLICAS = ("comm hook", "sharded optimizer")
+OF_SAVING = ("disk", "state")
 WORLDS = [
-    *[(fault, 2, 2) for fault in TABLE],
+    *[(fault, 1, 2) for fault in ("optimizer", "after optimizer", "sharded optimizer")],
+    *[(fault, 2, 2) for fault in TABLE if fault not in OF_REPLICAS],
     *[(fault, 3, 3) for fault in ("loss", "kill")],
     *[(fault, 4, 4) for fault in ("backward", "item")],
     *[(fault, 2, 4) for fault in ("body", "backward", "loader", "optimizer", "config", "nan")],
     *[(fault, 2, 4) for fault in ("item", "short loader", "once more", "exit", "kill", "slow")],
+    *[(fault, 2, 4) for fault in (*OF_SAVING, *OF_REPLICAS, "gradient hook", "after optimizer")],
 ]
 
 
@@ -82,10 +95,11 @@ def first_line(outcome: RankOutcome) -> str:
 
 
 @pytest.mark.parametrize(("fault", "degree", "size"), WORLDS)
-def test_fault(fault: str, degree: int, size: int) -> None:
+def test_fault(fault: str, degree: int, size: int, tmp_path: Path) -> None:
     expected = TABLE[fault]
     limit = SECONDS + (TIMEOUT if expected.is_silent else 0.0)
-    outcomes = run_world_expecting_failure(size, job, degree, fault, timeout=30.0)
+    folder = str(tmp_path) if fault in OF_SAVING else ""
+    outcomes = run_world_expecting_failure(size, job, degree, fault, folder, timeout=30.0)
     for rank, outcome in enumerate(outcomes):
         if rank == 1 and expected.dies is not None:
             assert outcome.exit_code == expected.dies
@@ -97,6 +111,9 @@ def test_fault(fault: str, degree: int, size: int) -> None:
         )
         for text in expected.anywhere:
             assert text in outcome.stderr_text, f"rank {rank} does not say {text!r}"
+    if folder:  # the checkpoint before it is whole, and nothing is left of the one that failed
+        assert {path.name for path in tmp_path.iterdir()} == {"newest", "step2_partial"}
+        assert (tmp_path / "newest").read_text() == "step2_partial\n"
 
 
 LAUNCHERS = {
