@@ -168,6 +168,7 @@ def run_world_expecting_failure(
         TimeoutError: some rank had not ended in time. Shows the stacks of all that had not.
         AssertionError: no rank failed.
     """
+    warm()  # once; its seconds are not the ranks'
     start = time.monotonic()
     with forked(n, fn, args, timeout, linger=False) as (ranks, _):
         wait_for(ranks, lambda rank: rank.ended is not None, timeout, stop_early=False)
