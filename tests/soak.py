@@ -1,37 +1,50 @@
 """Trains on four ranks and kills one at random now and then: nothing may be lost, or leak.
 
-    python -m tests.soak [--seconds 1800] [--every 45] [--ranks 4]
+    python -m tests.soak [--seconds 1800] [--every 600] [--ranks 4]
 
 torchrun starts all ranks again after each kill, and the job goes on from its newest checkpoint.
-Compared are the losses of every step, those that were taken again included, with a job that
-nobody disturbed; looked at are the memory of every process over its steps, and the files that are
-left. `test_soak.py` runs a minute of it.
+Compared are the losses of every step, those that were taken again included, with those of a single
+process that nobody disturbed; looked at are how many steps a kill cost, the memory of every rank
+over its steps, and the files and processes that are left.
+`test_soak.py` runs a few hundred steps of it.
 """
 
 import argparse
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
 CHECKOUT = Path(__file__).parent.parent
 JOB = str(CHECKOUT / "tests" / "soak_job.py")
-GROWTH = 1.05  # of resident memory over a process's later steps; what allocators round up
-WARM_UP = 30  # steps
+GROWTH = 1.02  # of resident memory over a process's later steps; what allocators round up
+WARM_UP = 50  # steps of a process until its memory has settled
+SAVE_EVERY = 5  # steps
+MOST_AGAIN = 2 * SAVE_EVERY  # a checkpoint is complete when the next begins
+KILLS = (signal.SIGKILL, signal.SIGABRT)
 
 
 def write_config(folder: Path, ranks: int) -> Path:
-    """Writes the settings of the job, which may also go on with half as many ranks."""
+    """Writes the settings of the job, which may also go on with half as many ranks, or one."""
     path = folder / "config.yaml"
     path.write_text(
         f"pipeline_parallel_degree: {ranks}\nmicrobatches: 4\ntimeout: 20\nseed: 7\n"
-        f"layouts:\n  {ranks // 2}: {{pipeline_parallel_degree: {ranks // 2}}}\n"
+        "layouts:\n"
+        + "".join(
+            f"  {fewer}: {{pipeline_parallel_degree: {fewer}}}\n"
+            for fewer in sorted({1, ranks // 2})
+        )
     )
     return path
 
@@ -71,48 +84,117 @@ def read_losses(folder: Path) -> dict[int, set[str]]:
     return losses
 
 
-def growth(folder: Path) -> float:
-    """Returns how much the memory of a process grew at most after its first steps."""
-    sizes: dict[int, list[int]] = defaultdict(list)
-    for line in (folder / "memory").read_text().splitlines():
-        _, process, _, kilobytes = map(int, line.split())
-        sizes[process].append(kilobytes)
-    ratios = [
-        max(steps[-10:]) / max(steps[WARM_UP : WARM_UP + 10])
-        for steps in sizes.values()
-        if len(steps) > 2 * WARM_UP
-    ]
-    return max(ratios, default=1.0)
+def steps_taken(folder: Path) -> list[int]:
+    """Returns the steps in the order in which they were taken, again ones included."""
+    losses = folder / "losses"
+    return (
+        [int(line.split()[0]) for line in losses.read_text().splitlines()]
+        if losses.exists()
+        else []
+    )
+
+
+def most_steps_again(folder: Path) -> int:
+    """Returns how many steps were taken again after a restart, at most."""
+    steps = steps_taken(folder)
+    return max((at + 1 - next_ for at, next_ in zip(steps, steps[1:], strict=False)), default=0)
+
+
+class Sample(NamedTuple):
+    """Resident memory of a rank after a step."""
+
+    rank: int
+    process: int
+    step: int
+    kilobytes: int
+    at: float  # seconds
+
+
+def read_memory(folder: Path) -> list[Sample]:
+    """Returns the samples of all ranks in the order of time."""
+    fields = [line.split() for line in (folder / "memory").read_text().splitlines()]
+    return [Sample(*map(int, numbers), at=float(at)) for *numbers, at in fields]
+
+
+def growth(samples: Sequence[Sample]) -> dict[int, float]:
+    """Returns for every rank by how much the memory of one of its processes grew at most.
+
+    Compared are the medians of the first and of the last fifth of a process's steps after those
+    that warm it up. Ranks whose processes all ended before that are left out.
+    """
+    processes: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for sample in samples:
+        processes[sample.rank, sample.process].append(sample.kilobytes)
+    grown: dict[int, float] = {}
+    for (rank, _), sizes in processes.items():
+        settled = sizes[WARM_UP:]
+        if fifth := len(settled) // 5:
+            ratio = median(settled[-fifth:]) / median(settled[:fifth])
+            grown[rank] = max(grown.get(rank, 0.0), ratio)
+    return grown
+
+
+def memory_table(samples: Sequence[Sample], num_rows: int = 15) -> str:
+    """Returns the median MiB of every rank (columns) over the time of the run (rows)."""
+    begun, ended = samples[0].at, samples[-1].at
+    slices: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for sample in samples:
+        row = int((sample.at - begun) / (ended - begun + 1e-6) * num_rows)
+        slices[row][sample.rank].append(sample.kilobytes)
+    ranks = sorted({sample.rank for sample in samples})
+    lines = ["seconds " + "".join(f"rank {rank:<5}" for rank in ranks)]
+    for row in sorted(slices):
+        cells = [f"{median(slices[row][rank] or [0]) / 1024:<10.1f}" for rank in ranks]
+        lines.append(f"{row * (ended - begun) / num_rows:<8.0f}" + "".join(cells))
+    return "\n".join(lines)
 
 
 def soak(
-    folder: Path, ranks: int, seconds: float, every: float, num_steps: int, most_kills: int = 10**6
+    folder: Path,
+    ranks: int,
+    seconds: float,
+    every: int,
+    num_steps: int,
+    most_kills: int,
+    kinds: Sequence[signal.Signals] = KILLS,
 ) -> int:
     """Trains until time is over or the steps are done; returns how many ranks were killed."""
     draw, num_kills = random.Random(0), 0
-    begun = time.monotonic()
-    next_kill = begun + every
+    deadline, next_kill = time.monotonic() + seconds, every
     with (folder / "output").open("w") as output:
         job = subprocess.Popen(
             command(ranks, 1000, folder, num_steps),
             **{"env": environment(), "stdout": output, "stderr": subprocess.STDOUT},
         )
-        num_seen = 0
-        while job.poll() is None and time.monotonic() < begun + seconds:
-            time.sleep(0.2)
-            num_lines = len(read_losses(folder))
-            is_training = num_lines > num_seen  # not while it starts
-            num_seen = max(num_seen, num_lines)
-            if is_training and num_kills < most_kills and time.monotonic() > next_kill:
-                victim = draw.choice(ranks_of(job.pid) or [0])
-                if victim:
-                    os.kill(victim, draw.choice([signal.SIGKILL, signal.SIGABRT]))
-                    num_kills += 1
-                    next_kill = time.monotonic() + every * (0.5 + draw.random())
-        if job.poll() is None:
+        try:
+            while job.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.1)
+                num_taken = len(steps_taken(folder))
+                if num_kills < most_kills and num_taken >= next_kill:
+                    victim = draw.choice(ranks_of(job.pid) or [0])
+                    if victim:
+                        os.kill(victim, draw.choice(kinds))
+                        num_kills += 1
+                        next_kill = num_taken + int(every * (0.5 + draw.random()))
+        finally:
             job.terminate()
-        job.wait()
+            job.wait()
     return num_kills
+
+
+def leftovers(folder: Path) -> list[str]:
+    """Returns the files that are not whole checkpoints, and the processes of the job."""
+    checkpoints = folder / "checkpoints"
+    paths = [path.relative_to(checkpoints) for path in checkpoints.rglob("*")]
+    whole = re.compile(
+        r"newest|step\d+_partial(/index\.json|/\w+\.pt|/(model|optimizer)_\d_\d_\d\.safetensors)?"
+    )
+    found = [str(path) for path in paths if not whole.fullmatch(str(path))]
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if entry.name.isdecimal() and f"\0{folder}\0" in (entry / "cmdline").read_text():
+                found.append(f"process {entry.name}")
+    return found
 
 
 def finish(folder: Path, ranks: int, num_steps: int) -> None:
@@ -125,7 +207,7 @@ def finish(folder: Path, ranks: int, num_steps: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=1800.0)
-    parser.add_argument("--every", type=float, default=45.0, help="seconds between kills")
+    parser.add_argument("--every", type=int, default=600, help="steps between kills")
     parser.add_argument("--ranks", type=int, default=4)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -133,16 +215,29 @@ def main() -> None:
         for each in (folder, reference):
             each.mkdir()
             write_config(each, arguments.ranks)
-        kills = soak(folder, arguments.ranks, arguments.seconds, arguments.every, 10**9)
-        losses = read_losses(folder)
-        finish(reference, arguments.ranks, max(losses))
-        expected = read_losses(reference)
-        differing = [step for step in losses if losses[step] != expected[step]]
-        missing = set(range(1, max(losses) + 1)) - set(losses)
-        print(f"{max(losses)} steps, {kills} ranks killed, memory grew by {growth(folder):.3f}")
-        print(f"steps with other losses: {differing}, steps without: {sorted(missing)}")
-        print("files:", sorted(path.name for path in (folder / "checkpoints").iterdir()))
-        sys.exit(bool(differing or missing or growth(folder) > GROWTH))
+        kinds = [*KILLS, signal.SIGSTOP]
+        with ThreadPoolExecutor() as pool:  # the reference is faster: what it will need is guessed
+            ahead = pool.submit(finish, reference, 1, int(arguments.seconds * 8))
+            kills = soak(
+                folder, arguments.ranks, arguments.seconds, arguments.every, 10**9, kinds=kinds
+            )
+            ahead.result()
+        samples = read_memory(folder)
+        print(f"{len(read_losses(folder))} steps, {kills} ranks killed or stopped")
+        print(f"resident memory in MiB:\n{memory_table(samples)}", flush=True)
+        num_steps = max(read_losses(folder)) + 2 * SAVE_EVERY
+        finish(folder, arguments.ranks // 2, num_steps)
+        finish(reference, 1, num_steps)
+        losses, expected = read_losses(folder), read_losses(reference)
+        steps = range(1, num_steps + 1)
+        differing = [step for step in steps if losses[step] != expected[step]]
+        again, grown, left = most_steps_again(folder), growth(samples), leftovers(folder)
+        print(f"steps whose losses differ from a single process's: {differing}")
+        print(f"steps taken again after a restart, at most: {again}")
+        print(f"growth of a process's memory, by rank: {grown}")
+        print(f"left behind: {left}")
+        is_flat = len(grown) == arguments.ranks and max(grown.values()) <= GROWTH
+        sys.exit(bool(differing or again > MOST_AGAIN or left or not is_flat))
 
 
 if __name__ == "__main__":

@@ -6,14 +6,14 @@ FOLDER/memory.
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import smp_runtime as smp
-
-SAVE_EVERY = 5
+from tests.soak import SAVE_EVERY
 
 
 @smp.step
@@ -51,7 +51,7 @@ def main() -> None:
             with (folder / "losses").open("a") as file:
                 file.write(f"{step} {loss!r}\n")
         with (folder / "memory").open("a") as file:
-            file.write(f"{smp.rank()} {os.getpid()} {step} {resident_kilobytes()}\n")
+            file.write(f"{smp.rank()} {os.getpid()} {step} {resident_kilobytes()} {time.time()}\n")
         if step % SAVE_EVERY == 0:
             smp.save_checkpoint(
                 folder / "checkpoints",

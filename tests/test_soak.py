@@ -6,26 +6,82 @@ import pytest
 
 from tests import soak
 
-pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.timeout(400)]
-
 RANKS = 2
-NUM_STEPS = 60
+STEPS_BETWEEN_KILLS = 40
+NUM_KILLS = 2
+NUM_STEPS = 220  # the last processes live for more than a hundred of them
+STEPS_ON_FEWER_RANKS = 20
 
 
+@pytest.mark.world
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_job_with_killed_ranks_has_the_losses_of_an_undisturbed_one(tmp_path: Path) -> None:
     folder, reference = tmp_path / "soak", tmp_path / "reference"
     for each in (folder, reference):
         each.mkdir()
         soak.write_config(each, RANKS)
-    soak.finish(reference, RANKS, NUM_STEPS)
+    last = NUM_STEPS + STEPS_ON_FEWER_RANKS
+    soak.finish(reference, 1, last)
     expected = soak.read_losses(reference)
-    assert sorted(expected) == list(range(1, NUM_STEPS + 1))
+    assert sorted(expected) == list(range(1, last + 1))
 
-    num_kills = soak.soak(folder, RANKS, 60.0, 0.5, NUM_STEPS // 2, 1)
-    assert num_kills == 1
-    soak.finish(folder, RANKS // 2, NUM_STEPS)  # on one rank, which the config allows
+    num_kills = soak.soak(folder, RANKS, 200.0, STEPS_BETWEEN_KILLS, NUM_STEPS, NUM_KILLS)
+    assert num_kills == NUM_KILLS
+    assert soak.read_losses(folder).keys() == set(range(1, NUM_STEPS + 1))
+    grown = soak.growth(soak.read_memory(folder))
+    assert sorted(grown) == list(range(RANKS))
+    assert max(grown.values()) <= soak.GROWTH
+    assert soak.most_steps_again(folder) <= soak.MOST_AGAIN
+
+    soak.finish(folder, RANKS // 2, last)  # on one rank, which the config allows
     assert soak.read_losses(folder) == expected
-    names = {path.name for path in (folder / "checkpoints").iterdir()}
-    assert names <= {"newest", *(f"step{step}_partial" for step in range(NUM_STEPS + 1))} | {
-        f"step{step}" for step in range(NUM_STEPS + 1)
-    }
+    assert soak.leftovers(folder) == []
+
+
+def write_memory(folder: Path, kilobytes_per_step: float) -> None:
+    """Writes what two processes of each of two ranks would, of which one leaks."""
+    lines = [
+        f"{rank} {10 * life + rank} {step} {300_000 + int(leak * step)} {200 * life + step}"
+        for life in range(2)
+        for step in range(1, 200)
+        for rank, leak in ((0, 0.0), (1, kilobytes_per_step))
+    ]
+    (folder / "memory").write_text("\n".join(lines))
+
+
+def test_a_leak_is_seen_though_processes_start_again(tmp_path: Path) -> None:
+    write_memory(tmp_path, 100.0)
+    samples = soak.read_memory(tmp_path)
+    grown = soak.growth(samples)
+    assert grown[0] == 1.0
+    assert grown[1] > soak.GROWTH
+    header, *rows = soak.memory_table(samples, 4).splitlines()
+    assert header.split() == ["seconds", "rank", "0", "rank", "1"]
+    assert len(rows) == 4
+
+
+def test_ranks_whose_processes_were_short_are_not_called_flat(tmp_path: Path) -> None:
+    (tmp_path / "memory").write_text("0 1 1 300000 0.5\n0 1 2 300000 0.6")
+    assert soak.growth(soak.read_memory(tmp_path)) == {}
+
+
+def test_steps_that_were_taken_again_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "losses").write_text("1 a\n2 b\n3 c\n4 d\n3 c\n4 d\n5 e\n5 e\n")
+    assert soak.most_steps_again(tmp_path) == 2
+    assert soak.read_losses(tmp_path)[3] == {"c"}
+
+
+def test_what_is_no_part_of_a_checkpoint_is_found(tmp_path: Path) -> None:
+    whole = tmp_path / "checkpoints" / "step5_partial"
+    whole.mkdir(parents=True)
+    for name in ("index.json", "run_state.pt", "model_0_0_0.safetensors"):
+        (whole / name).touch()
+    (tmp_path / "checkpoints" / "newest").touch()
+    assert soak.leftovers(tmp_path) == []
+    (whole / ".index.json.new").touch()
+    (tmp_path / "checkpoints" / "step10_partial.incomplete").mkdir()
+    assert sorted(soak.leftovers(tmp_path)) == [
+        "step10_partial.incomplete",
+        "step5_partial/.index.json.new",
+    ]
