@@ -3,7 +3,6 @@
 Each test lets the ranks of one world run a step that goes wrong, and looks at how each ended.
 """
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -252,34 +251,6 @@ def test_silent_divergence_is_found_at_the_end_of_a_step() -> None:
 
     outcomes = outcomes_of(2, body)
     expect_on_every_rank(outcomes, "PathMismatchError", "took different paths")
-
-
-def test_rank_that_does_not_answer() -> None:
-    def body() -> None:
-        model = start(2, stack(Block(), 0), timeout=2.0)
-        train(model, batch(None))
-        if smp.pp_rank() == 0:
-            time.sleep(5)
-        train(model, batch(None))
-
-    outcomes = outcomes_of(2, body)
-    assert "WaitTimeoutError" in outcomes[1].stderr_text
-    assert "2 s (setting `timeout`)" in outcomes[1].stderr_text
-    expect_on_every_rank(outcomes, "WaitTimeoutError")
-
-
-def test_stage_that_hangs_shows_the_schedule() -> None:
-    class Slow(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            if bool((x.detach().abs() > BAD / 2).any()):
-                time.sleep(5)
-            return super().forward(x)
-
-    def body() -> None:
-        train(start(2, stack(Slow(), 3), timeout=2.0), batch(2))
-
-    outcomes = outcomes_of(2, body)
-    expect_on_every_rank(outcomes, "WaitTimeoutError", "<-- here", "from rank 1")
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ class Fault(NamedTuple):
 BOOM = "ValueError: boom"
 AT = "rank 1, step 3, microbatch 0, at "
 GONE = r"rank \d, step 3.* rank 1 is gone without a word"
+SLOW = ("WaitTimeoutError", "step 3", "from rank 1", "<-- here")
 TABLE = {
     "body": Fault(rf"{AT}.*{BOOM}", (BOOM, "Traceback", "<-- here")),
     "forward": Fault(rf"{AT}1: {BOOM}", (BOOM, "Traceback", "[1F0]")),
@@ -71,7 +72,7 @@ TABLE = {
     "exit": Fault(GONE, dies=7),
     "kill": Fault(GONE, dies=-signal.SIGKILL),
     "stop": Fault(r"rank \d, step \d", ("no answer",), dies=-9, is_silent=True),
-    "slow": Fault(r"rank \d, step 3.*2 s \(setting `timeout`\)", ("step 3",), is_silent=True),
+    "slow": Fault(r"rank \d, step 3.*2 s \(setting `timeout`\)", SLOW, is_silent=True),
     "never": Fault(r"rank \d, step \d.*2 s \(setting `timeout`\)", ("no step",), is_silent=True),
     "barrier": Fault(r"rank \d, .*2 s \(setting `timeout`\)", ("smp.barrier",), is_silent=True),
 }
