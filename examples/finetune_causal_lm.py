@@ -5,6 +5,7 @@ r"""Fine-tunes a causal language model over pipeline ranks, and saves it as a Hu
         --config configs/finetune_tiny_pp4.yaml
     python examples/finetune_causal_lm.py --config configs/finetune_tiny_one_process.yaml
     python -m launch configs/finetune_cpu.yaml examples/finetune_causal_lm.py --resume
+    python -m launch --max-restarts 3 configs/finetune_cpu.yaml examples/finetune_causal_lm.py
 
 A config has two parts: `smp` for the runtime and `train` for the settings below, which may also
 be given at the end of the command line: `steps=100 text=my.jsonl`.
@@ -151,10 +152,25 @@ def checkpoints(settings: Settings) -> Path:
     return Path(settings.output) / "checkpoints"
 
 
-def was_restarted(settings: Settings) -> bool:
-    """Returns whether the launcher has started the ranks again and a checkpoint is complete."""
-    is_again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    return is_again and (checkpoints(settings) / "newest").exists()
+def has_begun(settings: Settings) -> bool:
+    """Returns whether the launcher has started the ranks again and this run has a checkpoint.
+
+    The file `run` in the output folder is as old as the run. What is older was left by another
+    one, and only `--resume` goes on from there. Every rank calls this, and gets the same answer.
+    """
+    restarts: list[Any] = [0] * smp.size()  # each machine counts its own
+    dist.all_gather_object(restarts, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+    found = [False]
+    if smp.rank() == 0:
+        run, newest = Path(settings.output) / "run", checkpoints(settings) / "newest"
+        name = os.environ.get("TORCHELASTIC_RUN_ID", "")
+        if any(restarts) and run.exists() and run.read_text() == name:
+            found = [newest.exists() and newest.stat().st_mtime_ns >= run.stat().st_mtime_ns]
+        else:
+            run.parent.mkdir(parents=True, exist_ok=True)
+            run.write_text(name)
+    dist.broadcast_object_list(found)
+    return found[0]
 
 
 def continuation(model: Any, tokenizer: Any, prompt: str, num_tokens: int) -> str:
@@ -298,7 +314,7 @@ def main() -> None:
     try:
         settings = read_settings(arguments.config, arguments.settings)
         smp.init(arguments.config)
-        has_learned = finetune(settings, arguments.resume or was_restarted(settings))
+        has_learned = finetune(settings, has_begun(settings) or arguments.resume)
     except SettingError as error:
         sys.exit(f"finetune_causal_lm.py: {error}")
     if not has_learned:

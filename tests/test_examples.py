@@ -2,6 +2,7 @@ import ast
 import importlib
 import itertools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import smp_runtime as smp
 from launch.overview import dry_run
 from smp_runtime.config import load_config
+from tests.worlds import run_world
 
 CHECKOUT = Path(__file__).parent.parent
 CONFIGS = sorted((CHECKOUT / "configs").glob("*.yaml"))
@@ -197,3 +199,46 @@ def test_the_tiny_model_depends_on_the_seed_only_and_reads_bytes() -> None:
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert len(tokens) == len(text.encode())
     assert tokenizer.decode(tokens) == text
+
+
+# ---------------------------------------------------------------------------------------------
+# Restarts
+
+
+@pytest.mark.world
+def test_a_restart_goes_on_from_checkpoints_of_its_own_run_only(
+    example: Any, tmp_path: Path
+) -> None:
+    settings = example.Settings(output=str(tmp_path))
+    newest = tmp_path / "checkpoints" / "newest"
+
+    def start(run: str, restarts: tuple[int, int]) -> bool:
+        """Says what both ranks do, whose machines count restarts differently."""
+
+        def body() -> bool:
+            smp.init({"pipeline_parallel_degree": 2})
+            os.environ["TORCHELASTIC_RUN_ID"] = run
+            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts[smp.rank()])
+            found: bool = example.has_begun(settings)
+            return found
+
+        first, second = run_world(2, body)
+        assert first == second
+        return bool(first)
+
+    def save() -> None:
+        newest.parent.mkdir(exist_ok=True)
+        newest.write_text("step1_partial\n")
+
+    assert not start("a", (0, 0))
+    assert not start("a", (0, 1))  # it failed before its first checkpoint
+    save()
+    assert start("a", (0, 1))
+    assert start("a", (2, 1))
+    assert not start("b", (1, 1))  # which never came here before it was started again
+    assert not start("none", (0, 0))
+    assert not start("none", (1, 1))
+    assert not start("none", (0, 0))  # a name that the next run has, too
+    assert not start("none", (1, 1))
+    save()
+    assert start("none", (1, 1))
