@@ -73,6 +73,15 @@ def memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def peak_memory_bytes() -> int:
+    """Returns the most memory that tensors of this process had on the device; 0 on a CPU.
+
+    By the device's allocator, since the process began or a script reset the statistics. A CPU has
+    no such allocator: what the process holds there is mostly not tensors.
+    """
+    return int(torch.cuda.max_memory_allocated()) if has_accelerator() else 0
+
+
 def synchronize() -> None:
     """Waits until the device has done what was asked of it."""
     if has_accelerator():

@@ -28,12 +28,14 @@ from .optimizer import LocalOptimizer, keep_local
 from .planning.partitioning import Partition, partition
 from .planning.schedule import plan
 from .recomputing.checkpointed_call import switched_off
+from .recomputing.checkpointing_choice import Costs
 from .recomputing.checkpointing_marks import (
     assignment_lines,
     check_all_marks,
     choose_modules,
     mark_chosen,
 )
+from .recomputing.measured_memory import MeasuredMemory
 from .recomputing.saved_bytes import SavedBytes
 from .recomputing.seq_layers import offer_seq_layers
 from .replication.data_parallel import DataParallel, Held
@@ -128,6 +130,8 @@ class DistributedModel(Wrapper, ReplicatedModel, TensorQueries):
         self._partition: Partition | None = None
         self._is_traced = False
         self._counts_saved = False
+        self.costs: Costs | None = None
+        self.measured_memory = MeasuredMemory(module)
         self._has_run_backward = False
         self._optimizer: Optimizer | None = runtime.early_optimizer
         self._post_partition_hooks: OrderedDict[int, _Hook] = OrderedDict()
@@ -191,7 +195,8 @@ class DistributedModel(Wrapper, ReplicatedModel, TensorQueries):
                 with body.glue.suspended(), torch.inference_mode(False):
                     trace = _trace(self.get_module(), args, kwargs)
                     seed_drawing_modules(self.get_module(), trace.drawing_modules)
-                    chosen = choose_modules(self.get_module(), trace.root, None, {0: 1})
+                    self.costs = Costs(trace.root, None, {0: 1})
+                    chosen = choose_modules(self.get_module(), self.costs)
                     mark_chosen(self.get_module(), chosen)
                     self._run_hooks(self._post_partition_hooks)
             with body.glue.suspended():
@@ -306,6 +311,9 @@ class DistributedModel(Wrapper, ReplicatedModel, TensorQueries):
                 shared.put_back()
         self.data_parallel.end_step(self._has_run_backward)
         self._scale_gradients(1.0 / self._loss_scale)
+        if self._has_run_backward:
+            meter = self._runtime.engine.known.meter
+            self.measured_memory.note(0 if meter is None else meter.peak)
         if self._has_run_backward and self._remote_gradients is not None:
             self._remote_gradients.mark()
         once, self._post_step_hooks = self._post_step_hooks, OrderedDict()
@@ -427,7 +435,8 @@ class DistributedModel(Wrapper, ReplicatedModel, TensorQueries):
         made = self._divide(trace.root)
         in_flight = self._num_in_flight(len(made.rank_of))
         held = {stage: in_flight(stage) for stage in range(len(made.rank_of))}
-        chosen = choose_modules(self.get_module(), trace.root, made, held)
+        self.costs = Costs(trace.root, made, held)
+        chosen = choose_modules(self.get_module(), self.costs)
         return made.to_json(), sorted(trace.drawing_modules), chosen
 
     def _divide(self, root: Any) -> Partition:

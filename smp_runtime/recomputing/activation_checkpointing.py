@@ -28,7 +28,7 @@ from .checkpointed_modules import (
     run_in_groups,
     set_mark,
 )
-from .checkpointing_marks import check_marks, is_partitioned, is_whole, refuse
+from .checkpointing_marks import check_marks, choose_again, is_partitioned, is_whole, refuse
 from .layer_groups import group_size
 from .native_checkpoint import checkpointing_calls
 from .seq_layers import block_list
@@ -108,8 +108,8 @@ def checkpoint_sequential(
     group_size(strategy)
     if strategy == "auto":
         raise UsageError(
-            "strategy='auto' is for set_activation_checkpointing, which is called before the first "
-            "step; write 'each', 'contiguous' or 'group_N' here"
+            "strategy='auto' is for set_activation_checkpointing, which is called outside steps; "
+            "write 'each', 'contiguous' or 'group_N' here"
         )
     body = current_body()
     if body is not None and body.glue.is_active and not is_whole(sequential):
@@ -138,13 +138,14 @@ def set_activation_checkpointing(
         preserve_rng_state: whether recomputations draw the same random numbers.
         pack_args_as_tuple: accepted for SMP's sake; any argument is passed on as it is.
         strategy: of a Sequential: `each` layer for itself; `contiguous`: neighbours on one rank
-            together; `group_N`: up to N such neighbours together. `auto`, before the first step:
-            the fewest layers with which a step fits into `memory_budget`, on each rank; of a
-            module that is no list, those of the list in it with the most parameters.
+            together; `group_N`: up to N such neighbours together. `auto`: the fewest layers with
+            which a step fits into `memory_budget`, on each rank; of a module that is no list, those
+            of the list in it with the most parameters. Before the first step by the bytes of its
+            trace; after it by what training steps measured, too, and every rank calls it then.
         enabled: False switches it off again.
         memory_budget: for `auto`: bytes that a rank may use for parameters, gradients, optimizer
-            state and what is saved for backward. None: the memory of its device, on a CPU the
-            machine's divided by its ranks.
+            state and what is saved for backward; for all tensors on its device, once their peak is
+            measured. None: the memory of its device, on a CPU the machine's divided by its ranks.
 
     Raises:
         UsageError: there is no such strategy, or not for such a module, or now.
@@ -199,19 +200,22 @@ def _leave_the_choice(
     runtime = current()
     if not isinstance(module, (nn.Sequential, nn.ModuleList)):
         module = block_list(module)
-    if enabled and runtime.model is not None and runtime.model.is_traced:
-        raise UsageError(
-            "strategy='auto' was asked for after the first step, which had to be watched; ask for "
-            "it before, or name the modules to checkpoint"
-        )
-    for layer in module.children():
-        set_mark(layer, None)
-    runtime.choices.pop(id(module), None)
-    if not enabled:
-        return
     budget = memory_budget or device.memory_bytes() // (
         1 if device.has_accelerator() else local_size()
     )
+    if enabled and runtime.model is not None and runtime.model.is_traced:
+        if current_body() is not None:
+            raise UsageError(
+                "strategy='auto' was asked for inside a step; ask for it before or after one"
+            )
+        costs, measured = runtime.model.costs, runtime.model.measured_memory.peak
+        choose_again(module, costs, measured, (preserve_rng_state, budget))
+        return
+    for part in (module, *module.children()):
+        set_mark(part, None)
+    runtime.choices.pop(id(module), None)
+    if not enabled:
+        return
     runtime.choices[id(module)] = (module, preserve_rng_state, budget)
 
 

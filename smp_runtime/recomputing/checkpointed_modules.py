@@ -24,6 +24,7 @@ from .checkpointed_call import call_checkpointed, is_on
 from .layer_groups import SPLIT, layer_groups
 
 _MARK = "_smp_activation_checkpointing"
+_num_changes = 0
 
 
 @dataclass
@@ -52,6 +53,8 @@ def set_mark(module: nn.Module, mark: Mark | None) -> None:
     Raises:
         NotSupportedError: the module is a ScriptModule, whose class can't be extended.
     """
+    global _num_changes
+    _num_changes += 1
     if mark is None:
         module.__dict__.pop(_MARK, None)
         return
@@ -62,6 +65,11 @@ def set_mark(module: nn.Module, mark: Mark | None) -> None:
         )
     module.__dict__[_MARK] = mark
     with_base(module, _checkpointing)
+
+
+def num_changes() -> int:
+    """Returns how often marks were set or taken off: where it is the same, they are."""
+    return _num_changes
 
 
 def checkpointed_stages(placed_modules: Iterable[PlacedModule]) -> frozenset[int]:

@@ -5,12 +5,16 @@ that is checkpointed or all that another one saves. A backward frees them from t
 the first, and rebuilds what each checkpointed one saves for as long as it runs; the peak is where
 the sum of both is largest. In a pipeline the last checkpointed module may be rebuilt before its
 backward begins, or held until then. First stages hold more microbatches, so they choose more.
+
+Once steps were measured, their numbers correct those of the trace: what was counted as saved scales
+what is predicted, and what a rank holds besides is the peak of its device without that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from ..planning.module_tree import ModuleNode, is_below
 from ..planning.partition_table import Partition, in_units
@@ -61,6 +65,66 @@ def peak(parts: Sequence[Part], chosen: Collection[str], *, is_ahead: bool) -> i
 
 
 @dataclass(frozen=True, slots=True)
+class Costs:
+    """What is known of a traced model.
+
+    Args:
+        root: the costs of its modules.
+        partition: who holds what; None if one rank holds everything.
+        in_flight: microbatches that each stage holds at once.
+    """
+
+    root: ModuleNode
+    partition: Partition | None
+    in_flight: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What training steps took on one rank.
+
+    Args:
+        saved: bytes saved for backward at the peak; 0 if nobody counted.
+        saved_with: the modules that were checkpointed meanwhile.
+        total: bytes of all tensors on the device at the peak; 0 if the device does not tell.
+        total_with: the modules that were checkpointed meanwhile.
+    """
+
+    saved: int = 0
+    saved_with: frozenset[str] = frozenset()
+    total: int = 0
+    total_with: frozenset[str] = frozenset()
+
+    def __or__(self, other: Measurement) -> Measurement:
+        """Returns the larger numbers of both."""
+        saved, saved_with = max((self.saved, self.saved_with), (other.saved, other.saved_with),
+                                key=lambda pair: pair[0])  # fmt: skip
+        total, total_with = max((self.total, self.total_with), (other.total, other.total_with),
+                                key=lambda pair: pair[0])  # fmt: skip
+        return Measurement(saved, saved_with, total, total_with)
+
+    def correct(
+        self, parts: Sequence[Part], state: int, *, is_ahead: bool
+    ) -> tuple[list[Part], int]:
+        """Returns the parts and the bytes held besides, corrected.
+
+        Args:
+            parts: all that the rank runs, in the order of execution, by the trace.
+            state: bytes of its parameters, gradients and optimizer state, by the trace.
+            is_ahead: whether a checkpointed module is rebuilt before the backward begins.
+        """
+        predicted = peak(parts, self.saved_with, is_ahead=is_ahead)
+        scale = self.saved / predicted if self.saved and predicted else 1.0
+        corrected = [
+            replace(part, saved=round(part.saved * scale), kept=round(part.kept * scale))
+            for part in parts
+        ]
+        if self.total:
+            state = max(0, self.total - peak(corrected, self.total_with, is_ahead=is_ahead))
+        return corrected, state
+
+
+@dataclass(frozen=True, slots=True)
 class RankChoice:
     """What one rank checkpoints.
 
@@ -71,6 +135,7 @@ class RankChoice:
         saved: bytes saved for backward at the peak, as predicted.
         total: these, and parameters, gradients and optimizer state.
         budget: bytes that the rank may use.
+        is_measured: whether measured steps corrected the prediction.
     """
 
     rank: int
@@ -79,18 +144,27 @@ class RankChoice:
     saved: int
     total: int
     budget: int
+    is_measured: bool = False
 
     def __str__(self) -> str:
         fits = "" if self.total <= self.budget else ", which is too little"
+        basis = " by measured steps" if self.is_measured else ""
         return (
             f"activation checkpointing, auto: partition {self.rank} checkpoints {len(self.paths)} "
-            f"of {self.num_candidates} modules; predicted: {in_units(self.saved)} saved at the "
-            f"peak, {in_units(self.total)} in all of a budget of {in_units(self.budget)}{fits}"
+            f"of {self.num_candidates} modules; predicted{basis}: {in_units(self.saved)} saved at "
+            f"the peak, {in_units(self.total)} in all of a budget of {in_units(self.budget)}{fits}"
         )
 
 
 def choose(
-    rank: int, parts: Sequence[Part], state: int, budget: int, *, is_ahead: bool
+    rank: int,
+    parts: Sequence[Part],
+    state: int,
+    budget: int,
+    *,
+    is_ahead: bool,
+    among: Collection[str] | None = None,
+    fixed: Collection[str] = (),
 ) -> RankChoice:
     """Chooses for one rank: the largest gains first, until it fits.
 
@@ -100,13 +174,15 @@ def choose(
         state: bytes of its parameters, gradients and optimizer state.
         budget: bytes that it may use.
         is_ahead: whether the last checkpointed module is rebuilt before the backward begins.
+        among: the modules to choose from; None for all.
+        fixed: modules that are checkpointed in any case.
 
     Returns:
         The choice: all modules, if even that does not suffice.
     """
-    candidates = [part for part in parts if part.path]
+    candidates = [part for part in parts if part.path and (among is None or part.path in among)]
     waiting = sorted(candidates, key=lambda part: -part.gain)
-    chosen: set[str] = set()
+    chosen = set(fixed)
     while state + peak(parts, chosen, is_ahead=is_ahead) > budget and waiting:
         chosen.add(waiting.pop(0).path)
     saved = peak(parts, chosen, is_ahead=is_ahead)
@@ -115,40 +191,52 @@ def choose(
 
 
 def choose_all(
-    root: ModuleNode,
-    partition: Partition | None,
-    in_flight: Mapping[int, int],
+    costs: Costs,
     paths: Sequence[str],
-    budget: int,
+    budgets: Sequence[int],
+    measured: Sequence[Measurement] = (),
+    fixed: Collection[str] = (),
 ) -> list[RankChoice]:
     """Chooses for every rank.
 
     Args:
-        root: the costs of the model.
-        partition: who holds what; None if one rank holds everything.
-        in_flight: microbatches that each stage holds at once.
+        costs: of the model.
         paths: the modules that may be checkpointed. Those on several ranks are left out.
-        budget: bytes that each rank may use.
+        budgets: bytes that each rank may use; one number is for all.
+        measured: what steps took on each rank, if there were any.
+        fixed: modules that are checkpointed in any case.
     """
-    parts = _parts_by_rank(root, partition, in_flight, paths)
+    partition = costs.partition
+    known = dict.fromkeys([*paths, *sorted(fixed)])
+    for each in measured:
+        known |= dict.fromkeys(sorted(each.saved_with | each.total_with))
+    parts = _parts_by_rank(costs, list(known))
     if partition is None:
-        states = [sum({fact.group: fact.state_bytes for _, fact in root.facts()}.values())]
+        facts = costs.root.facts()
+        states = [sum({fact.group: fact.state_bytes for _, fact in facts}.values())]
     else:
         states = [share.total_bytes - share.activation_bytes for share in partition.ranks]
     is_ahead = partition is not None
-    return [
-        choose(rank, parts.get(rank, []), state, budget, is_ahead=is_ahead)
-        for rank, state in enumerate(states)
-    ]
+    choices = []
+    for rank, state in enumerate(states):
+        mine = parts.get(rank, [])
+        found = measured[rank] if measured and _are_apart(known) else Measurement()
+        mine, state = found.correct(mine, state, is_ahead=is_ahead)
+        budget = budgets[rank % len(budgets)]
+        choice = choose(rank, mine, state, budget, is_ahead=is_ahead, among=paths, fixed=fixed)
+        choices.append(replace(choice, is_measured=bool(found.saved or found.total)))
+    return choices
 
 
-def _parts_by_rank(
-    root: ModuleNode,
-    partition: Partition | None,
-    in_flight: Mapping[int, int],
-    paths: Sequence[str],
-) -> dict[int, list[Part]]:
+def _are_apart(paths: Iterable[str]) -> bool:
+    """Says whether no module is inside another one: what those save can't be told apart."""
+    ordered = sorted(paths, key=lambda path: path.split("."))
+    return not any(is_below(path, before) for before, path in pairwise(ordered))
+
+
+def _parts_by_rank(costs: Costs, paths: Sequence[str]) -> dict[int, list[Part]]:
     """Returns what each rank runs, in the order of execution."""
+    root, partition, in_flight = costs.root, costs.partition, costs.in_flight
     homes = {"": 0} if partition is None else partition.assignment
     stages = {} if partition is None else partition.stage_of
     home_of: dict[str, str] = {}

@@ -12,20 +12,19 @@ from torch import nn
 from ..errors import PartitionError
 from ..execution.ownership import PlacedModule
 from ..execution.placed import placement_of
-from ..planning.module_tree import ModuleNode
-from ..planning.partition_table import Partition, in_ranges
+from ..planning.partition_table import in_ranges
+from ..replication.roll_call import RollCall
 from ..runtime import current
 from .checkpointed_modules import Mark, mark_of, path_of, set_mark
-from .checkpointing_choice import choose_all
+from .checkpointing_choice import Costs, Measurement, RankChoice, choose_all
+from .measured_memory import marks_in
 
 _log = logging.getLogger("smp_runtime")
 
 _MOST_NAMES = 6
 
 
-def choose_modules(
-    model: nn.Module, root: ModuleNode, partition: Partition | None, in_flight: Mapping[int, int]
-) -> list[tuple[str, bool]]:
+def choose_modules(model: nn.Module, costs: Costs) -> list[tuple[str, bool]]:
     """Makes the choices that were left to this package.
 
     Returns:
@@ -35,10 +34,50 @@ def choose_modules(
     found: list[tuple[str, bool]] = []
     for module, preserve_rng_state, budget in current().choices.values():
         names = [paths[id(layer)] for layer in module.children() if id(layer) in paths]
-        for choice in choose_all(root, partition, in_flight, names, budget):
+        for choice in choose_all(costs, names, [budget]):
             _log.info("%s", choice)
             found += [(path, preserve_rng_state) for path in choice.paths]
     return found
+
+
+def choose_again(
+    module: nn.Module, costs: Costs | None, measured: Measurement, how: tuple[bool, int]
+) -> None:
+    """Chooses among the layers of a module by what steps measured; every rank calls it.
+
+    Args:
+        module: the list of layers.
+        costs: of the model, on rank 0.
+        measured: what training steps took on this rank.
+        how: whether random numbers are drawn again, and bytes that this rank may use.
+    """
+    runtime = current()
+    plain = runtime.model.get_module() if runtime.model is not None else module
+    paths = {id(part): path for path, part in plain.named_modules()}
+    names = [paths[id(layer)] for layer in module.children() if id(layer) in paths]
+    fixed = set(marks_in(plain)) - {paths.get(id(module)), *names}
+    roll = RollCall("smp.set_activation_checkpointing with strategy='auto'")
+    told = roll.gather(lambda: (runtime.here.pp_rank, how[1], measured))
+
+    def choose() -> list[RankChoice]:
+        assert costs is not None, "rank 0 traces"
+        peaks: dict[int, Measurement] = {}
+        budgets: dict[int, int] = {}
+        for rank, budget, peak in told:  # of all replicas
+            peaks[rank] = peaks.get(rank, Measurement()) | peak
+            budgets[rank] = min(budgets.get(rank, budget), budget)
+        ranks = sorted(peaks)
+        return choose_all(
+            costs, names, [budgets[rank] for rank in ranks], [peaks[rank] for rank in ranks], fixed
+        )
+
+    choices = roll.from_first(choose)
+    for part in (module, *module.children()):
+        set_mark(part, None)
+    for choice in choices:
+        if dist.get_rank() == 0:
+            _log.info("%s", choice)
+        mark_chosen(plain, [(path, how[0]) for path in choice.paths])
 
 
 def mark_chosen(model: nn.Module, chosen: Iterable[tuple[str, bool]]) -> None:
