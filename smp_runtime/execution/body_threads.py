@@ -12,6 +12,7 @@ import contextvars
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -25,6 +26,9 @@ from .runs import Abandoned, Run
 from .thread_state import ThreadState
 
 _log = logging.getLogger("smp_runtime")
+
+_UNWINDING = 1.0
+"""Seconds for the bodies of a step that failed to come to their ends."""
 
 
 @functools.cache
@@ -88,11 +92,18 @@ class BodyThreads:
         self._idle.acquire()
 
     def abandon(self, runs: Sequence[Run]) -> None:
-        """Unwinds the suspended bodies of a step that failed."""
+        """Unwinds the suspended bodies of a step that failed, and waits for that a little.
+
+        A thread that unwinds through torch's C++ while the interpreter ends aborts the process.
+        """
         self._is_aborted = True
-        for run in runs:
-            if run.state == "waiting":
-                run.go.release()
+        suspended = [run for run in runs if run.state == "waiting"]
+        for run in suspended:
+            run.go.release()
+        deadline = time.monotonic() + _UNWINDING
+        for run in suspended:
+            if run.thread is not None:
+                run.thread.join(max(0.0, deadline - time.monotonic()))
 
     def restore(self, run: Run) -> None:
         """Gives modules back what they kept when a body stopped last."""
