@@ -130,7 +130,7 @@ class DistributedModel(Wrapper, ReplicatedModel, TensorQueries):
         self._partition: Partition | None = None
         self._is_traced = False
         self._counts_saved = False
-        self.costs: Costs | None = None
+        self.traced_costs: Costs | None = None
         self.measured_memory = MeasuredMemory(module)
         self._has_run_backward = False
         self._optimizer: Optimizer | None = runtime.early_optimizer
@@ -195,8 +195,8 @@ class DistributedModel(Wrapper, ReplicatedModel, TensorQueries):
                 with body.glue.suspended(), torch.inference_mode(False):
                     trace = _trace(self.get_module(), args, kwargs)
                     seed_drawing_modules(self.get_module(), trace.drawing_modules)
-                    self.costs = Costs(trace.root, None, {0: 1})
-                    chosen = choose_modules(self.get_module(), self.costs)
+                    self.traced_costs = Costs(trace.root, None, {0: 1})
+                    chosen = choose_modules(self.get_module(), self.traced_costs)
                     mark_chosen(self.get_module(), chosen)
                     self._run_hooks(self._post_partition_hooks)
             with body.glue.suspended():
@@ -435,8 +435,8 @@ class DistributedModel(Wrapper, ReplicatedModel, TensorQueries):
         made = self._divide(trace.root)
         in_flight = self._num_in_flight(len(made.rank_of))
         held = {stage: in_flight(stage) for stage in range(len(made.rank_of))}
-        self.costs = Costs(trace.root, made, held)
-        chosen = choose_modules(self.get_module(), self.costs)
+        self.traced_costs = Costs(trace.root, made, held)
+        chosen = choose_modules(self.get_module(), self.traced_costs)
         return made.to_json(), sorted(trace.drawing_modules), chosen
 
     def _divide(self, root: Any) -> Partition:

@@ -208,7 +208,7 @@ def _leave_the_choice(
             raise UsageError(
                 "strategy='auto' was asked for inside a step; ask for it before or after one"
             )
-        costs, measured = runtime.model.costs, runtime.model.measured_memory.peak
+        costs, measured = runtime.model.traced_costs, runtime.model.measured_memory.peak
         choose_again(module, costs, measured, (preserve_rng_state, budget))
         return
     for part in (module, *module.children()):
