@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, skip_first_batches
 from accelerate.state import GradientState, PartialState
-from torch.utils.data import BatchSampler, SequentialSampler
+from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
 from smp_runtime.trainer.hf_batches import is_shared, repeat_no_samples
 
@@ -46,6 +46,11 @@ def test_no_sample_counts_twice(num_samples: int, splits: bool, drops: bool) -> 
         assert parts == expected
 
 
+class Numbers(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
 def test_which_batch_is_shared_is_known_when_it_is_read() -> None:
     class Accelerator:
         gradient_state = GradientState()
@@ -56,3 +61,6 @@ def test_which_batch_is_shared_is_known_when_it_is_read() -> None:
                 rest = skip_first_batches(loader, skipped) if skipped else loader
                 assert [is_shared(Accelerator) for _ in rest] == expected[skipped:]
     assert not is_shared(Accelerator)
+    for size in (2, None):
+        for _ in DataLoaderShard(Numbers(), batch_size=size):
+            assert not is_shared(Accelerator)

@@ -49,7 +49,7 @@ def pieces_of(state_dict: Mapping[str, Any], runtime: Runtime | None) -> dict[in
     """
     shard = state_dict[SHARD]
     saved = {key: shard[key] for key in shard if key != "starts"}
-    here = {} if runtime is None else _place(runtime)
+    here = _place(runtime) if runtime is not None and is_sharded(runtime) else {}
     if here != saved:
         raise CheckpointMismatchError(
             f"the optimizer's state is the shard of {_words(saved)}, and this is {_words(here)}; "
@@ -87,7 +87,7 @@ def _place(runtime: Runtime) -> dict[str, int]:
         "pp_rank": runtime.here.pp_rank,
         "pp_size": sizes.size("pp"),
         "rdp_rank": runtime.here.rdp_rank,
-        "rdp_size": sizes.size("rdp") if is_sharded(runtime) else 1,
+        "rdp_size": sizes.size("rdp"),
     }
 
 

@@ -62,7 +62,7 @@ def is_shared(accelerator: Any) -> bool:
     if not state.end_of_dataloader:
         return False
     loader = state.active_dataloader
-    found: Any = loader.batch_sampler or loader.sampler
+    found: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     while found is not None and not isinstance(found, ReplicaBatches):
         found = getattr(found, "batch_sampler", None)  # accelerate's, that skips batches
     return found is not None and found.ends_shared
