@@ -97,15 +97,38 @@ def test_a_classifier_ends_with_its_best_weights_and_predicts(tmp_path: Path) ->
         )
 
 
+def language_model(**settings: float) -> GPT2LMHeadModel:
+    set_seed(1)
+    shape = {"vocab_size": 30, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**shape, **settings, bos_token_id=0, eos_token_id=0))
+
+
+def test_smoothed_labels_of_a_language_model_are_shifted(tmp_path: Path) -> None:
+    labels = SEQUENCES.clone()
+    labels[::3, :5] = -100
+    data = [
+        {"input_ids": pair[0], "labels": pair[1]} for pair in zip(SEQUENCES, labels, strict=True)
+    ]
+
+    def body() -> list[float]:
+        model = language_model(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+        options = {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2}
+        made = trainer(tmp_path, model, data, max_steps=2, **options)
+        made.train()
+        return losses(made)
+
+    (expected,) = run(0, 1, body)
+    for found in run(2, 2, body):
+        assert found == pytest.approx(expected, rel=2e-4)
+
+
 def test_dropout_goes_on_where_it_stopped(tmp_path: Path) -> None:
     data = [{"input_ids": sequence, "labels": sequence} for sequence in SEQUENCES]
 
     def body(resumes: bool) -> list[float]:
-        set_seed(1)
-        shape = {"vocab_size": 30, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2}
-        config = GPT2Config(**shape, bos_token_id=0, eos_token_id=0)
-        assert config.resid_pdrop == 0.1
-        made = trainer(tmp_path, GPT2LMHeadModel(config), data, max_steps=6, save_steps=3)
+        model = language_model()
+        assert model.config.resid_pdrop == 0.1
+        made = trainer(tmp_path, model, data, max_steps=6, save_steps=3)
         made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3") if resumes else None)
         return losses(made)
 

@@ -18,6 +18,7 @@ from accelerate.utils import recursively_apply  # type: ignore[import-untyped]
 
 from .. import device
 from ..messages.communication import CommGroup, allgather
+from ..model import DistributedModel
 from ..runtime import current
 from .hf_batches import repeat_no_samples
 
@@ -62,6 +63,11 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         repeat_no_samples(prepared)
         return prepared
+
+    def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns the user's model: label smoothing tells by its class whether labels shift."""
+        inner = model.get_module() if isinstance(model, DistributedModel) else model
+        return super().unwrap_model(inner, *args, **kwargs)
 
     def gather(self, tensor: Any) -> Any:
         """Joins the tensors of all replicas along their first dimension, on all of them."""
