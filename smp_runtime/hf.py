@@ -18,6 +18,7 @@ as SageMaker's variables would, and repairs what is broken, without a change to 
 * No optimizer was made (transformers 5.3 and later).
 * All replicas got the same batches, and evaluation looked at one replica's only.
 * Losses were not normalised by the number of tokens, and `compute_loss` was never called.
+* Label smoothing took the wrapper for the model, and did not shift the labels of language models.
 * All ranks wrote to the same files of a checkpoint at once.
 * Batches that microbatches don't divide failed; they are cut into another number of microbatches.
 * Replicas repeated samples to fill the last batch of an epoch. Where it is not full every replica
