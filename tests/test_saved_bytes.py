@@ -1,5 +1,6 @@
 """What autograd saves on each rank at the peak, counted over real steps."""
 
+import time
 from typing import Any
 
 import pytest
@@ -26,6 +27,16 @@ class Wide(nn.Module):
         return x + self.narrow(torch.tanh(self.widen(x)))
 
 
+class Late(Wide):
+    """Takes its time before it passes a gradient back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: time.sleep(0.03))  # type: ignore[no-untyped-call]
+        return y
+
+
 def test_memory_counts_once_and_as_long_as_it_is_saved() -> None:
     parameter, x = nn.Parameter(torch.ones(4)), torch.ones(4, requires_grad=True)
     meter = SavedBytes([parameter])
@@ -38,13 +49,16 @@ def test_memory_counts_once_and_as_long_as_it_is_saved() -> None:
     assert (meter.now, meter.peak) == (0, 32)
 
 
-def peaks(degree: int, strategy: str | None, **settings: Any) -> list[tuple[int, int]]:
+def peaks(
+    degree: int, strategy: str | None, last: type[Wide] = Wide, **settings: Any
+) -> list[tuple[int, int]]:
     """Returns for each rank its blocks and the bytes that it saved at the peak."""
 
     def body() -> tuple[int, int]:
         smp.init({"pipeline_parallel_degree": degree, "timeout": 20.0, **settings})
         torch.manual_seed(0)
-        model = smp.DistributedModel(nn.Sequential(*[Wide() for _ in range(NUM_BLOCKS)]))
+        blocks = [*(Wide() for _ in range(NUM_BLOCKS - 1)), last()]
+        model = smp.DistributedModel(nn.Sequential(*blocks))
         if strategy:
             smp.set_activation_checkpointing(model.get_module(), strategy=strategy)
         model.count_saved_bytes()
@@ -89,6 +103,6 @@ def test_without_checkpointing_all_of_it_is_kept_and_a_group_keeps_one_input() -
 @pytest.mark.world
 def test_more_may_be_recomputed_ahead() -> None:
     settings = {"microbatches": 4, "active_microbatches": 4, "recompute_ahead_modules": 8}
-    (num_blocks, saved), _ = peaks(2, "each", **settings)
+    (num_blocks, saved), _ = peaks(2, "each", Late, **settings)
     least = num_blocks * 2 * INPUT + INTERMEDIATE
     assert least < saved <= num_blocks * (2 * INPUT + INTERMEDIATE)
