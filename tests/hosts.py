@@ -12,6 +12,7 @@ import itertools
 import os
 import select
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -87,8 +88,17 @@ class Host:
         lines = ["127.0.0.1 localhost", f"127.0.1.1 {self.name}", *known, ""]
         (self.etc / "hosts").write_text("\n".join(lines))
 
+    def processes(self) -> set[int]:
+        """Returns the processes that run on it."""
+        command = ["ip", "netns", "pids", self.space]
+        found = subprocess.run(command, check=False, capture_output=True, text=True).stdout
+        return {int(pid) for pid in found.split()}
+
     def take_down(self) -> None:
         """Leaves nothing behind."""
+        for pid in self.processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         os.close(self.tap)
         with suppress(subprocess.CalledProcessError):
             run("ip", "netns", "del", self.space)

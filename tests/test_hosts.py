@@ -134,6 +134,10 @@ def test_a_link_that_stays_cut_ends_the_job_and_says_for_whom_it_waits(tmp_path:
         with started(machines, config(tmp_path, 2, timeout=4.0)) as jobs:
             text = follow(jobs[0], {"step 3 ": cut})
             assert jobs[0].wait(30) != 0
+            # The other rank can't reach the store any more. Its launcher, torch's, waits for that.
+            while machines[1].processes() - {jobs[1].pid}:
+                assert time.monotonic() < ends[0]
+                time.sleep(0.1)
             assert time.monotonic() < ends[0]
     assert "smp_runtime: rank 0, step 4" in text or "smp_runtime: rank 0, step 5" in text
     assert "rank 1" in text

@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from .bounded_store import BoundedStore
+
 FAILURE: Literal["failure"] = "failure"
 END: Literal["end"] = "end"
 ROLL_CALL: Literal["roll call"] = "roll call"
@@ -39,6 +41,8 @@ class News(NamedTuple):
 class Bulletin:
     """The board as one rank sees it. Its methods may be called from any thread.
 
+    They raise `TimeoutError` where the store does not answer.
+
     Args:
         store: torch's store; all ranks have the same one.
         name: tells apart boards of one store.
@@ -48,7 +52,7 @@ class Bulletin:
     def __init__(self, store: Store, name: str, rank: int) -> None:
         # A client of its own, as another thread's blocking call would hold this one up.
         own = store.clone() if hasattr(store, "clone") else store
-        self._store = PrefixStore(f"smp_runtime/{name}", own)
+        self._store = BoundedStore(PrefixStore(f"smp_runtime/{name}", own))
         self._rank = rank
         self._num_read = 0
 
@@ -62,8 +66,8 @@ class Bulletin:
         """Returns the news that came since the last call."""
         news = []
         while self._store.check([f"news/{self._num_read + 1}"]):
+            found = self._store.get(f"news/{self._num_read + 1}")
             self._num_read += 1
-            found = self._store.get(f"news/{self._num_read}")
             news.append(News(self._num_read, *json.loads(found)))
         return news
 
