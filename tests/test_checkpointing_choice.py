@@ -2,6 +2,7 @@
 
 import logging
 import re
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -87,6 +88,12 @@ def test_a_budget_is_for_auto() -> None:
 SIZES = {**GPT2, "n_embd": 64, "n_layer": 8, "n_positions": 64, "vocab_size": 64}
 
 
+def pass_gradients_late(module: torch.nn.Module, args: Any, output: Tensor) -> None:
+    """Leaves the ranks before this module's the time to recompute."""
+    if output.requires_grad:
+        output.register_hook(lambda gradient: time.sleep(0.02))  # type: ignore[no-untyped-call]
+
+
 @pytest.mark.world
 @pytest.mark.parametrize("degree", [1, 2])
 def test_the_prediction_is_what_is_saved(degree: int) -> None:
@@ -95,7 +102,9 @@ def test_the_prediction_is_what_is_saved(degree: int) -> None:
         settings = {"microbatches": 4, "active_microbatches": 4}
         smp.init({"pipeline_parallel_degree": degree, "timeout": 30.0, **settings})
         torch.manual_seed(0)
-        model = smp.DistributedModel(tiny("GPT2", "LMHeadModel", **SIZES, use_cache=False)())
+        plain = tiny("GPT2", "LMHeadModel", **SIZES, use_cache=False)()
+        plain.transformer.h[-1].register_forward_hook(pass_gradients_late)
+        model = smp.DistributedModel(plain)
         if budget is not None:
             smp.set_activation_checkpointing(model, strategy="auto", memory_budget=budget)
         model.count_saved_bytes()
@@ -155,7 +164,9 @@ def train_and_choose(degree: int, budgets: Sequence[int]) -> Measured:
               "active_microbatches": 4})  # fmt: skip
     torch.manual_seed(0)
     sizes = {**SIZES, "n_layer": 4, "use_cache": False}
-    model = smp.DistributedModel(tiny("GPT2", "LMHeadModel", **sizes)())
+    plain = tiny("GPT2", "LMHeadModel", **sizes)()
+    plain.transformer.h[-1].register_forward_hook(pass_gradients_late)
+    model = smp.DistributedModel(plain)
     model.count_saved_bytes()
     tokens = torch.arange(16 * 64).reshape(16, 64) % 64
 
