@@ -10,6 +10,7 @@ over its steps, and the files and processes that are left.
 """
 
 import argparse
+import math
 import os
 import random
 import re
@@ -155,7 +156,7 @@ def soak(
     seconds: float,
     every: int,
     num_steps: int,
-    most_kills: int,
+    most_kills: float = math.inf,
     kinds: Sequence[signal.Signals] = KILLS,
 ) -> int:
     """Trains until time is over or the steps are done; returns how many ranks were killed."""
