@@ -37,10 +37,13 @@ class BoundedStore:
         self._late: Future[Any] | None = None
         threading.Thread(target=self._serve, daemon=True, name="smp-store").start()
 
-    def add(self, key: str, amount: int) -> int:
-        """Adds to a number and returns the sum."""
-        total: int = self._ask(self._store.add, key, amount)
-        return total
+    def append(self, name: str, value: str) -> int:
+        """Gives ``name/N`` a value, where N counts from 1, and returns N.
+
+        Both are one question: if the answer is late, no number stays without its value.
+        """
+        number: int = self._ask(self._append, name, value)
+        return number
 
     def check(self, keys: Sequence[str]) -> bool:
         """Says whether all keys have values."""
@@ -55,6 +58,11 @@ class BoundedStore:
     def set(self, key: str, value: str) -> None:
         """Gives a key a value."""
         self._ask(self._store.set, key, value)
+
+    def _append(self, name: str, value: str) -> int:
+        number: int = self._store.add(f"{name}/count", 1)
+        self._store.set(f"{name}/{number}", value)
+        return number
 
     def _ask(self, call: Callable[..., Any], *args: Any) -> Any:
         with self._lock:

@@ -58,9 +58,7 @@ class Bulletin:
 
     def post(self, kind: str, text: str) -> int:
         """Puts news on the board and returns their number."""
-        number = self._store.add("count", 1)
-        self._store.set(f"news/{number}", json.dumps([kind, self._rank, text]))
-        return number
+        return self._store.append("news", json.dumps([kind, self._rank, text]))
 
     def read(self) -> list[News]:
         """Returns the news that came since the last call."""
