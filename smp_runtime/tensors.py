@@ -6,12 +6,37 @@ because `.view` in the user's glue must succeed or fail on every rank alike.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from . import device
 from .errors import NotSupportedError
+
+_PROPERTY_NAMES = """
+_version dtype is_cuda is_mkldnn is_mps is_nested is_quantized
+is_sparse is_xpu itemsize layout name names nbytes ndim output_nr shape
+"""
+_METHOD_NAMES = """
+__hash__ __len__ dim element_size get_device is_complex is_conj is_contiguous is_floating_point
+is_inference is_neg is_signed ndimension nelement numel register_hook
+register_post_accumulate_grad_hook retain_grad size storage_offset stride
+"""
+
+
+def _metadata_functions() -> frozenset[Any]:
+    found: list[Any] = [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor]
+    for name in _METHOD_NAMES.split():
+        if hasattr(torch.Tensor, name):  # not every torch has them all
+            found.append(getattr(torch.Tensor, name))
+    for name in _PROPERTY_NAMES.split():
+        if hasattr(torch.Tensor, name):
+            found.append(getattr(torch.Tensor, name).__get__)
+    return frozenset(found)
+
+
+METADATA_FUNCTIONS = _metadata_functions()
+"""What torch can tell of a tensor without its data: shapes, types, and what autograd keeps."""
 
 
 class TensorMeta(NamedTuple):

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from .. import device
 from ..errors import NotSupportedError, PathMismatchError, UsageError
 from ..messages.transport import Topic
-from ..tensors import TensorMeta, meta_of, version_of
+from ..tensors import METADATA_FUNCTIONS, TensorMeta, meta_of, version_of
 from ..trees import freeze, iter_tensors, map_tensors, thaw
 from .analysis import Effect, New, Same, fill
 from .body import Body, current_body
@@ -32,30 +32,6 @@ from .values import Operand
 
 _log = logging.getLogger("smp_runtime")
 
-_PROPERTY_NAMES = """
-_version dtype is_cuda is_mkldnn is_mps is_nested is_quantized
-is_sparse is_xpu itemsize layout name names nbytes ndim output_nr shape
-"""
-_METHOD_NAMES = """
-__hash__ __len__ dim element_size get_device is_complex is_conj is_contiguous is_floating_point
-is_inference is_neg is_signed ndimension nelement numel register_hook
-register_post_accumulate_grad_hook retain_grad size storage_offset stride
-"""
-
-
-def _local_functions() -> frozenset[Any]:
-    found: list[Any] = [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor]
-    for name in _METHOD_NAMES.split():
-        if hasattr(torch.Tensor, name):  # not every torch has them all
-            found.append(getattr(torch.Tensor, name))
-    for name in _PROPERTY_NAMES.split():
-        if hasattr(torch.Tensor, name):
-            found.append(getattr(torch.Tensor, name).__get__)
-    return frozenset(found)
-
-
-# What any rank can tell from what it holds: shapes, types, and what autograd keeps.
-_LOCAL = _local_functions()
 _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _IS_LEAF = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]
 _GRAD_FN = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
@@ -157,7 +133,7 @@ class GlueMode(TorchFunctionMode):
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs one operation while this mode is off the stack."""
-        if func in _LOCAL:
+        if func in METADATA_FUNCTIONS:
             return func(*args, **kwargs)
         if func in (_DEVICE, _IS_META):
             return self._whereabouts(func, args[0])
