@@ -152,6 +152,8 @@ class Config(BaseModel):
     """Whether all tensor ranks of a group are given the same batch."""
     shard_optimizer_state: Flag = False
     """Whether optimizer state is sharded over the ranks that hold the same parameter."""
+    overlap_parameter_gather: Flag = False
+    """Whether `shard_optimizer_state` gathers parameters during the next forward."""
     sharded_data_parallel_degree: Annotated[Count, BeforeValidator(_off)] = 1
     """Number of ranks over which parameters, gradients and optimizer state are sharded."""
     sdp_reduce_bucket_size: Count = 500_000_000
@@ -333,6 +335,8 @@ def _conflicts(config: Config) -> Iterator[str]:
         yield "sharded data parallelism excludes pipelines: write pipeline_parallel_degree=1"
     if sharded and config.shard_optimizer_state:
         yield "sharded data parallelism shards optimizer state: leave out shard_optimizer_state"
+    if config.overlap_parameter_gather and not config.shard_optimizer_state:
+        yield "overlap_parameter_gather needs sharded state: write shard_optimizer_state=True"
     if sharded and tensor and not config.prescaled_batch:
         yield "sharded data and tensor parallelism together need prescaled_batch=True"
     if config.fp16 and config.bf16:

@@ -20,6 +20,7 @@ from .execution.body import current_body
 from .execution.placing import LocalPart, named_state, seed_drawing_modules, to_device
 from .execution.wrapping import Wrapper
 from .messages.transport import Address, Topic
+from .optimization.awaited_parameters import await_all
 from .optimization.norms import clip_gradients, watch_clip_grad_norm
 from .optimization.precision import Precision
 from .optimization.remote_gradients import RemoteGradients
@@ -188,6 +189,8 @@ class DistributedModel(Wrapper, ReplicatedModel, TensorQueries):
                     "a model over several pipeline ranks can only be called inside a function "
                     "decorated with @smp.step"
                 )
+            if not torch.is_grad_enabled():
+                await_all()
             return self.get_module()(*args, **kwargs)
         if self._runtime.placement.size("pp") == 1:
             if not self._is_traced:
@@ -263,6 +266,10 @@ class DistributedModel(Wrapper, ReplicatedModel, TensorQueries):
         tensors = (*self.local_parameters(), *self.local_buffers())
         self._runtime.engine.known.meter = SavedBytes(tensors) if self._counts_saved else None
         is_training = torch.is_grad_enabled()
+        if not (is_training and self.is_traced):
+            # A trace looks at parameters below Python, and modules of torch take other ways to
+            # evaluate with parameters that are awaited.
+            await_all()
         if weights is not None and not self.average_grads_across_microbatches:
             raise UsageError(
                 "loss_weight makes gradients those of a mean: leave it out, or leave "

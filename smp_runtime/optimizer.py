@@ -149,7 +149,8 @@ class SubstitutingOptimizer(LocalOptimizer):
         """Called by `DistributedOptimizer`."""
         optimizer: Any = self
         replicas = Replicas(current()) if is_sharded else None
-        self._substitutes = Substitutes(optimizer, replicas)
+        is_deferred = current().config.overlap_parameter_gather
+        self._substitutes = Substitutes(optimizer, replicas, is_deferred)
         self._is_16_bit = is_16_bit
         self.loss_scaler = loss_scaler
 

@@ -28,6 +28,7 @@ from .messages.bulletin import FAILURE, Bulletin
 from .messages.groups import Groups, start_distributed
 from .messages.transport import Transport
 from .messages.wire import connect
+from .optimization.awaited_parameters import await_all
 from .planning.placement import Axis, Coordinates, Placement
 
 if TYPE_CHECKING:
@@ -176,6 +177,8 @@ def _leave() -> None:
         return
     transport = _runtime.transport
     has_failed = transport.has_raised or transport.is_closed
+    if not has_failed and dist.is_initialized():
+        await_all()  # also for the others: what they wait for is sent by then
     transport.leave()
     if not has_failed:
         _runtime.watchdog.take_leave(_FAREWELL)

@@ -29,7 +29,7 @@ DEFAULTS = """{
     tied_weights: auto, recompute_ahead: 1, recompute_ahead_modules: 1,
     emulate_clock: false, emulated_latency_us: 0.0, emulated_bandwidth_gbps: 0.0,
     tensor_parallel_degree: 1, tensor_parallel_seed: 0, prescaled_batch: false,
-    shard_optimizer_state: false, sharded_data_parallel_degree: 1,
+    shard_optimizer_state: false, overlap_parameter_gather: false, sharded_data_parallel_degree: 1,
     sdp_reduce_bucket_size: 500000000, sdp_param_persistence_threshold: 1000000,
     sdp_max_live_parameters: 1000000000, sdp_hierarchical_allgather: true,
     sdp_gradient_clipping: 1.0,
@@ -170,6 +170,7 @@ def test_none_counts_as_not_given() -> None:
         ),
         ({"emulated_latency_us": 5}, "write emulate_clock=True"),
         ({"ddp_port": 7777}, "ddp_port=7777 without ddp: write ddp=True"),
+        ({"overlap_parameter_gather": True}, "write shard_optimizer_state=True"),
         ({"tensor_parallel_degree": 2}, "write ddp=True"),
         ({"sharded_data_parallel_degree": 2}, "write ddp=True"),
         (

@@ -44,6 +44,7 @@ class Training(NamedTuple):
     is_overlapped: bool
     as_views: bool
     is_sharded: bool
+    is_gather_overlapped: bool
     checkpointing: bool
     tied: str
     bucket_cap_mb: float
@@ -70,6 +71,7 @@ def trainings(draw: st.DrawFn) -> Training:
         draw(st.integers(1, 4)),
         draw(st.integers(1, 2)),
         draw(st.sampled_from(sorted(DTYPES))),
+        draw(st.booleans()),
         draw(st.booleans()),
         draw(st.booleans()),
         draw(st.booleans()),
@@ -123,6 +125,7 @@ def train_on_ranks(training: Training) -> dict[str, Tensor]:
             "pipeline": training.pipeline,
             "tied_weights": training.tied if subject is TIED else "auto",
             "shard_optimizer_state": training.is_sharded,
+            "overlap_parameter_gather": training.is_sharded and training.is_gather_overlapped,
             **({} if training.dtype == "fp32" else {training.dtype: True}),
             "ddp": True,
             "timeout": 20.0,

@@ -19,7 +19,7 @@ SHARDED = (("shard_optimizer_state", True),)
 LAYOUTS = [
     Layout(2, 1, COPIED),
     Layout(1, 2, SHARDED),
-    Layout(2, 2, (*TOGETHER, *SHARDED)),
+    Layout(2, 2, (*TOGETHER, *SHARDED, ("overlap_parameter_gather", True))),
     Layout(4, 1, COPIED),
 ]
 

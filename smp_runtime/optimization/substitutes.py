@@ -9,21 +9,21 @@ the state to the element.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import CheckpointMismatchError
 from ..replication.replicas import Replicas
 from ..saving.optimizer_state import Piece
+from .awaited_parameters import await_all
+from .parameter_gather import ParameterGather
 
 MASTER = "master"
-_BUCKET_BYTES = 25 << 20
 
 
 class Substitute:
@@ -117,11 +117,17 @@ class Substitutes:
     Args:
         optimizer: it.
         replicas: over which its state is sharded; None if it is not.
+        is_gather_deferred: whether parameters are gathered by their first use, or by `write_back`.
     """
 
-    def __init__(self, optimizer: Optimizer, replicas: Replicas | None) -> None:
+    def __init__(
+        self, optimizer: Optimizer, replicas: Replicas | None, is_gather_deferred: bool = False
+    ) -> None:
         self._optimizer = optimizer
         self._replicas = replicas if replicas is not None and replicas.size > 1 else None
+        self._gather: ParameterGather | None = None
+        if self._replicas is not None:
+            self._gather = ParameterGather(self._replicas, self._new_slice, is_gather_deferred)
         self._made: dict[nn.Parameter, Substitute] = {}
 
     def slice_of(self, parameter: torch.Tensor, replica: int) -> tuple[int, int]:
@@ -152,6 +158,7 @@ class Substitutes:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Puts the substitutes and their gradients in place of the parameters for a step."""
+        await_all()
         given = [group["params"] for group in self._optimizer.param_groups]
         held = set(self.held())
         with torch.no_grad():
@@ -173,10 +180,16 @@ class Substitutes:
         substitutes = [self.of(parameter) for parameter in self.held()]
         for substitute in substitutes:
             substitute.write_back()
-        if self._replicas is not None:
-            self._gather(self._replicas, list(_parameters(self._optimizer)))
+        if self._gather is not None:
+            self._gather.run(list(_parameters(self._optimizer)))
         for substitute in substitutes:
             substitute.note()
+
+    def _new_slice(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Returns what a step made of this replica's slice, flat; None if it has none."""
+        assert self._replicas is not None
+        start, stop = self.slice_of(parameter, self._replicas.rank)
+        return self.of(parameter).tensor.reshape(-1) if start < stop else None
 
     # -- state -------------------------------------------------------------------------------
 
@@ -212,64 +225,7 @@ class Substitutes:
             kind: substitute.cut(value) for kind, value in whole.items()
         }
 
-    # -- gathering ---------------------------------------------------------------------------
-
-    def _gather(self, replicas: Replicas, parameters: Sequence[nn.Parameter]) -> None:
-        """Gives every replica the slices of all. Two buckets are under way at once."""
-        waiting: list[tuple[Any, list[torch.Tensor], list[nn.Parameter]]] = []
-        for bucket in _buckets(parameters):
-            waiting.append(self._start(replicas, bucket))
-            if len(waiting) > 1:
-                self._finish(replicas, *waiting.pop(0))
-        for each in waiting:
-            self._finish(replicas, *each)
-
-    def _start(
-        self, replicas: Replicas, bucket: list[nn.Parameter]
-    ) -> tuple[Any, list[torch.Tensor], list[nn.Parameter]]:
-        lengths = [-(-parameter.numel() // replicas.size) for parameter in bucket]
-        own = torch.zeros(sum(lengths), dtype=bucket[0].dtype, device=bucket[0].device)
-        for place, parameter in zip(torch.split(own, lengths), bucket, strict=True):
-            start, stop = self.slice_of(parameter, replicas.rank)
-            if start < stop:
-                place[: stop - start].copy_(self.of(parameter).tensor)
-        slices = [torch.empty_like(own) for _ in range(replicas.size)]
-        work = dist.all_gather(slices, own, group=replicas.group, async_op=True)
-        return work, slices, bucket
-
-    def _finish(
-        self,
-        replicas: Replicas,
-        work: Any,
-        slices: list[torch.Tensor],
-        bucket: list[nn.Parameter],
-    ) -> None:
-        work.wait()
-        begin = 0
-        for parameter in bucket:
-            length = -(-parameter.numel() // replicas.size)
-            parts = [each[begin : begin + length] for each in slices]
-            whole = torch.cat(parts)[: parameter.numel()]
-            parameter.detach().copy_(whole.view(parameter.shape))
-            begin += length
-
 
 def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:
     for group in optimizer.param_groups:
         yield from group["params"]
-
-
-def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yields runs of parameters of one type and device that are gathered at once."""
-    run: list[nn.Parameter] = []
-    for parameter in parameters:
-        is_other = bool(run) and (parameter.dtype, parameter.device) != (
-            run[0].dtype,
-            run[0].device,
-        )
-        if run and (is_other or sum(p.nbytes for p in run) + parameter.nbytes > _BUCKET_BYTES):
-            yield run
-            run = []
-        run.append(parameter)
-    if run:
-        yield run

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from ..errors import NotSupportedError, UsageError
+from ..optimization.awaited_parameters import await_all
 from ..runtime import current
 from .data_parallel import DataParallel
 from .reduction import CommHook
@@ -46,6 +47,17 @@ class ReplicatedModel:
         The first step outside averages what was accumulated.
         """
         return self.data_parallel.no_sync()
+
+    def wait_for_parameters(self) -> None:
+        """Waits for parameters that `overlap_parameter_gather` left under way.
+
+        The first use of a parameter does so by itself. Call this after `optimizer.step()` before
+        the values are read in a way that torch does not show: see the page about optimizers.
+
+        Raises:
+            PeerError: another rank failed before it sent its slices.
+        """
+        await_all()
 
     def join(
         self,
