@@ -159,7 +159,7 @@ def init(config: Mapping[str, Any] | str | Path | None = None) -> None:
     _show_log_lines()
     drop_mp_parameters(sys.argv)
     _runtime = Runtime(load_config(config, os.environ))
-    atexit.register(_leave)
+    atexit.register(_end)
     speak_last(_runtime.engine, _runtime.watchdog)
 
 
@@ -167,9 +167,27 @@ def shutdown() -> None:
     """Ends the runtime, so that `init` may be called again. torch.distributed goes on."""
     global _runtime
     if _runtime is not None:
-        atexit.unregister(_leave)
+        _await_parameters(_runtime)
+        atexit.unregister(_end)
         _leave()
         _runtime = None
+
+
+def _end() -> None:
+    if _runtime is not None:
+        try:
+            _await_parameters(_runtime)
+        except Exception as error:  # noqa: BLE001 - Python would go on, and end without an error
+            sys.excepthook(type(error), error, error.__traceback__)
+            _leave()
+            os._exit(1)
+    _leave()
+
+
+def _await_parameters(runtime: Runtime) -> None:
+    """Waits for parameters that are under way, and so for other replicas that need this one's."""
+    if runtime.transport.failure is None and not runtime.transport.is_closed:
+        await_all()
 
 
 def _leave() -> None:
@@ -177,8 +195,6 @@ def _leave() -> None:
         return
     transport = _runtime.transport
     has_failed = transport.has_raised or transport.is_closed
-    if not has_failed and dist.is_initialized():
-        await_all()  # also for the others: what they wait for is sent by then
     transport.leave()
     if not has_failed:
         _runtime.watchdog.take_leave(_FAREWELL)
