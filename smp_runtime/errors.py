@@ -52,6 +52,10 @@ class PeerError(SMPError):
         return type(self), (str(self), self.rank, self.is_told)
 
 
+class ConnectionLostError(SMPError, ConnectionError):
+    """A rank closed its connection to this one, which still needs it; why is not known here."""
+
+
 class NonFiniteLossError(SMPError, FloatingPointError):
     """A loss is not a number, or infinite; looked for where the setting `debug` is on."""
 

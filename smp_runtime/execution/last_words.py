@@ -11,7 +11,7 @@ import traceback
 from contextlib import suppress
 from types import TracebackType
 
-from ..errors import PeerError
+from ..errors import ConnectionLostError, PeerError
 from .engine import Engine
 from .situation import table
 from .watchdog import Watchdog
@@ -21,7 +21,7 @@ _BACKENDS = ("gloo", "NCCL")
 
 
 def explained(error: Exception, watchdog: Watchdog) -> Exception:
-    """Returns what made a collective of torch fail: another rank's failure, if there is one.
+    """Returns what made a collective fail: another rank's failure, if there is one.
 
     Another rank that fails says so before it ends, so the news are there, or about to come. A rank
     that is gone without a word does not answer a roll call.
@@ -81,8 +81,8 @@ def _line(error: Exception) -> str:
 
 
 def _comes_from_a_collective(error: BaseException | None) -> bool:
-    if error is None:
-        return False
+    if error is None or isinstance(error, ConnectionLostError):
+        return error is not None
     frames = traceback.walk_tb(error.__traceback__)
     files = [frame.f_code.co_filename.replace("\\", "/") for frame, _ in frames]
     # What was begun earlier is waited for without a frame of torch's.

@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import secrets
+import select
 import shutil
 import socket
 import struct
@@ -60,6 +61,15 @@ class Stream:
         if connection.family != socket.AF_UNIX:
             _watch_link(connection, timeout)
 
+    @property
+    def is_near(self) -> bool:
+        """Whether the peer runs on this machine."""
+        return self._socket.family == socket.AF_UNIX
+
+    def fileno(self) -> int:
+        """Returns the file descriptor, for those who wait for several streams at once."""
+        return self._socket.fileno()
+
     def send(self, data: bytes | bytearray | memoryview) -> None:
         """Sends all of `data`; it may change as soon as this returns.
 
@@ -86,6 +96,41 @@ class Stream:
             if not count:
                 raise EOFError("it closed the connection")
             view = view[count:]
+
+    def receive_ready(self) -> bytes:
+        """Returns what has arrived and was not received yet, without waiting.
+
+        Raises:
+            EOFError: the peer closed the connection, and nothing is left.
+            OSError: the connection broke.
+        """
+        try:
+            data = self._socket.recv(_NOTE_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return b""
+        if not data:
+            raise EOFError("it closed the connection")
+        return data
+
+    def send_file(self, file: int | None) -> None:
+        """Hands the peer, on this machine, an open file; None to say that there is none."""
+        socket.send_fds(self._socket, [b"f"], [] if file is None else [file])
+
+    def receive_file(self) -> int | None:
+        """Waits for what the peer hands over; the descriptor is the caller's to close.
+
+        Raises:
+            EOFError: the peer closed the connection.
+            WaitTimeoutError: nothing came in time.
+        """
+        if not select.select([self._socket], [], [], self._timeout)[0]:
+            raise WaitTimeoutError(
+                f"rank {self._peer} sent nothing for {self._timeout:g} s (setting `timeout`)"
+            )
+        data, files, _, _ = socket.recv_fds(self._socket, 1, 1)
+        if not data:
+            raise EOFError("it closed the connection")
+        return files[0] if files else None
 
     def end(self) -> None:
         """Says that nothing more will be sent."""
