@@ -77,7 +77,7 @@ class DistributedModel(Wrapper, ReplicatedModel, TensorQueries):
         trace_memory_usage: accepted; activations are counted in any case.
         broadcast_buffers: after each reduction give all replicas the first one's buffers.
         gradient_as_bucket_view: make gradients views of the all-reduced buckets, which saves a
-            copy of them and its memory.
+            copy of them and its memory. Replicas that share memory need neither.
 
     Raises:
         UsageError: `init` was not called, or a model was wrapped before.

@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +57,7 @@ class Runtime:
         choices: lists of modules among which this package chooses those to checkpoint, by identity;
             with whether random numbers are drawn again, and the bytes that a rank may use.
         has_warned_manual: the user was told that manual placement has no effect.
+        at_end: what else is to be closed at the end.
     """
 
     def __init__(self, config: Config) -> None:
@@ -114,6 +115,7 @@ class Runtime:
         self.manual: dict[int, tuple[Any, int]] = {}
         self.has_warned_manual = False
         self.choices: dict[int, tuple[Any, bool, int]] = {}
+        self.at_end: list[Callable[[], None]] = []
 
     @contextmanager
     def collective(self, name: str) -> Iterator[None]:
@@ -199,6 +201,8 @@ def _leave() -> None:
     if not has_failed:
         _runtime.watchdog.take_leave(_FAREWELL)
     _runtime.watchdog.stop()
+    for close in _runtime.at_end:
+        close()
     transport.close(_FAREWELL)
     if transport.failure is not None and not transport.has_raised:
         # This rank had done its part when another one failed; the job has failed all the same.

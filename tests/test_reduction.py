@@ -1,5 +1,6 @@
 """Buckets are reduced once each, while the backward pass goes on, whatever gets a gradient when."""
 
+import os
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import smp_runtime as smp
+from smp_runtime.messages import wire
+from smp_runtime.replication.staged_reduction import StagedReduction
 from tests.replicated_chain import (
     assert_close,
     batch,
@@ -262,6 +265,74 @@ def test_replicas_that_train_different_parameters_are_told() -> None:
 
     for outcome in run_world_expecting_failure(2, body):
         assert "replicas 0 and 1 train different parameters" in outcome.stderr_text
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("are_together", [True, False])
+def test_replicas_on_one_machine_add_up_in_shared_memory(are_together: bool) -> None:
+    def body() -> Any:
+        if not are_together:
+            wire._machine = lambda: f"machine of rank {dist.get_rank()}"
+        model = start(2, m=2, gradient_as_bucket_view=True)
+        found, sizes = [], []
+        real = dist.all_reduce
+
+        def count(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            sizes.extend([tensor.numel()] if tensor.is_floating_point() else [])
+            return real(tensor, *args, **kwargs)
+
+        dist.all_reduce = count
+        for step in range(3):
+            model.zero_grad()
+            train(model, batch(smp.dp_rank() + step))
+            found.append(gradients(model))
+        return sum(sizes), sum(p.numel() for p in model.local_parameters()), found
+
+    by_rank = run_world(4, body)
+    for rank, (reduced, held, found) in enumerate(by_rank):
+        assert held > 0
+        assert reduced == (0 if are_together else 3 * held)
+        assert found == by_rank[(rank + 2) % 4][2]  # bit for bit, its replica's
+        for step in range(3):
+            assert_close(found[step], mean_gradients(1.0, step, step + 1))
+
+
+@pytest.mark.world
+def test_a_hook_takes_over_from_shared_memory() -> None:
+    def body() -> Any:
+        model = start(1, m=1, gradient_as_bucket_view=True)
+        found, calls = [], []
+
+        def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
+            calls.append(bucket.index())
+            return default_hooks.allreduce_hook(smp.get_dp_process_group(), bucket)
+
+        for step in range(3):
+            if step == 2:
+                model.register_comm_hook(None, hook)
+            model.zero_grad()
+            train(model, batch(smp.dp_rank()))
+            found.append(gradients(model))
+        return len(calls), found
+
+    for num_calls, found in run_world(2, body):
+        assert num_calls > 2
+        assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.world
+def test_a_replica_that_is_gone_is_named_by_those_that_need_its_gradients() -> None:
+    def body() -> None:
+        model = start(1, m=1)
+        for step in range(3):
+            if step == 2 and smp.dp_rank() == 1:
+                StagedReduction.launch = lambda self, index: os._exit(3)
+            train(model, batch(smp.dp_rank()))
+
+    first, second = run_world_expecting_failure(2, body)
+    assert second.exit_code == 3
+    assert "PeerError: rank 1 is gone without a word: it was killed or stopped" in first.stderr_text
+    assert "rank 1 closed its connection to rank 0, which needs its gradients" in first.stderr_text
 
 
 @pytest.mark.world

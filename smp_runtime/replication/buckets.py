@@ -26,6 +26,9 @@ class Bucket:
         parameters: whose gradients it takes; of one type and on one device.
         is_last: no other bucket follows.
         as_views: reduced gradients are views of the buffer, which saves a copy and its memory.
+
+    Attributes:
+        dtype: the type of its gradients.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Bucket:
         self._is_last = is_last
         self._as_views = as_views
         self._parameters = list(parameters)
+        self.dtype = gradient_type(parameters[0])
         self._buffer: torch.Tensor | None = None
         self._set_aside: list[torch.Tensor | None] = []
 
@@ -48,9 +52,8 @@ class Bucket:
 
     @cached_property
     def _flat(self) -> torch.Tensor:
-        first = self._parameters[0]
         size = sum(parameter.numel() for parameter in self._parameters)
-        return torch.zeros(size, dtype=gradient_type(first), device=first.device)
+        return torch.zeros(size, dtype=self.dtype, device=self._parameters[0].device)
 
     @cached_property
     def _places(self) -> list[torch.Tensor]:
@@ -104,11 +107,7 @@ class Bucket:
             if gradient is None:
                 place.zero_()
                 continue
-            if gradient.is_sparse:
-                raise NotSupportedError(
-                    f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, which "
-                    "can't be averaged over replicas: build its module with sparse=False"
-                )
+            check_dense(gradient)
             if gradient.data_ptr() == place.data_ptr():
                 if divisor != 1:
                     place.div_(divisor)
@@ -150,6 +149,19 @@ class Bucket:
                 parameter.grad = gradient.copy_(place)
         self._set_aside = []
         return late
+
+
+def check_dense(gradient: torch.Tensor) -> None:
+    """Makes sure that a gradient can be averaged.
+
+    Raises:
+        NotSupportedError: it is sparse.
+    """
+    if gradient.is_sparse:
+        raise NotSupportedError(
+            f"a parameter of shape {tuple(gradient.shape)} has a sparse gradient, which can't be "
+            "averaged over replicas: build its module with sparse=False"
+        )
 
 
 def lay_out(

@@ -79,7 +79,11 @@ class DataParallel:
         self._reduction: Reduction | None = None
         if replicas.group is not None:
             self._reduction = Reduction(
-                replicas.group, bucket_bytes, is_overlapped=is_overlapped, as_views=as_views
+                replicas.group,
+                bucket_bytes,
+                is_overlapped=is_overlapped,
+                as_views=as_views,
+                neighbours=replicas.neighbours,
             )
         # Of a `join`:
         self._is_joining = False

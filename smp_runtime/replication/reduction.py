@@ -9,6 +9,9 @@ other), and a parameter may get a gradient in more than one of them. How many to
 learned: the most that any step had. Should another one come after its bucket was launched, it is
 kept apart and averaged after the others. What was expected and did not come is not waited for
 beyond the last backward pass.
+
+A bucket goes one of three ways: through the script's communication hook, through memory that the
+replicas share where all run on one machine without accelerator, or through the process group.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import UsageError
 from ..execution.body import current_body
+from ..messages.shared_memory import Neighbours, is_available
 from .buckets import Bucket, lay_out
+from .staged_reduction import PART_BYTES, StagedReduction
 
 CommHook = Callable[[Any, Any], torch.futures.Future[Any]]
 
@@ -47,20 +52,29 @@ class Reduction:
         bucket_bytes: most bytes of a bucket.
         is_overlapped: launch buckets during the backward pass; the result is the same.
         as_views: gradients are views of the buckets.
+        neighbours: returns the replicas if all are on this machine; every one of them calls it.
 
     Attributes:
         spans: when each bucket of the last step was under way, in the order of their ends.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, bucket_bytes: int, *, is_overlapped: bool, as_views: bool
+        self,
+        group: dist.ProcessGroup,
+        bucket_bytes: int,
+        *,
+        is_overlapped: bool,
+        as_views: bool,
+        neighbours: Callable[[], Neighbours | None] = lambda: None,
     ) -> None:
         self._group = group
         self._size = group.size()
         self._bucket_bytes = bucket_bytes
         self._is_overlapped = is_overlapped
         self._as_views = as_views
+        self._neighbours = neighbours
         self._hook: tuple[Any, CommHook] | None = None
+        self._staged: StagedReduction | None = None
         self._parameters: list[nn.Parameter] = []
         self._handles: list[RemovableHandle] = []
         self._expected: dict[nn.Parameter, int] = {}
@@ -73,6 +87,7 @@ class Reduction:
         self._divisor = float(self._size)
         self._step = 0
         self._shared: set[int] = set()
+        self._launched: list[float] = []
         self._works: list[torch.futures.Future[Any]] = []
         self._had: list[list[bool]] = []
         self.spans: list[Span] = []
@@ -85,6 +100,7 @@ class Reduction:
     def use_hook(self, state: Any, hook: CommHook) -> None:
         """Reduces by ``hook(state, bucket)`` from now on."""
         self._hook = (state, hook)
+        self._staged = None
 
     def watch(self, parameters: Sequence[nn.Parameter], on_backward: Callable[[], None]) -> None:
         """Calls `on_backward` for each gradient that comes outside of steps."""
@@ -115,7 +131,9 @@ class Reduction:
         self._divisor = float(divisor or self._size)
         self._step = step
         self._counts = {}
-        self._works, self._had, self.spans = [], [], []
+        self._launched, self._works, self._had, self.spans = [], [], [], []
+        if self._staged is not None:
+            self._staged.begin(self._divisor)
         self._pending = [len(bucket.parameters()) for bucket in self._buckets]
         self._last_microbatch = last_microbatch
 
@@ -142,12 +160,15 @@ class Reduction:
         if not self._buckets and self._parameters:
             self._lay_out()
         self._last_microbatch = None
-        while len(self._works) < len(self._buckets):
+        while len(self._launched) < len(self._buckets):
             self._launch()
         in_order = [p for bucket in self._buckets for p in bucket.parameters()]
         is_late = [p.grad is not None for p in in_order]
         own = [has for flags in self._had for has in flags]
-        combined = self._combine([*own, *is_late, *written])
+        flags = self._start_combining([*own, *is_late, *written])
+        if self._staged is not None:
+            self._staged.finish()
+        combined = self._combined(*flags)
         present, late = combined[: len(own)], combined[len(own) : 2 * len(own)]
         self._collect(present, [p for p, flag in zip(in_order, late, strict=True) if flag])
         for parameter, count in self._counts.items():
@@ -185,15 +206,21 @@ class Reduction:
             self._pending[self._bucket_of[parameter]] -= 1
             while (
                 self._is_overlapped
-                and len(self._works) < len(self._buckets)
-                and not self._pending[len(self._works)]
+                and len(self._launched) < len(self._buckets)
+                and not self._pending[len(self._launched)]
             ):
                 self._launch()
 
     def _launch(self) -> None:
         """Starts the next bucket."""
-        bucket = self._buckets[len(self._works)]
-        launched = time.perf_counter()
+        index = len(self._launched)
+        bucket = self._buckets[index]
+        self._launched.append(time.perf_counter())
+        if self._staged is not None:
+            self._had.append(self._staged.launch(index))
+            if self._last_microbatch is not None:  # else `finish` goes on with all of them
+                self._staged.advance()
+            return
         if self._hook is not None:
             # Hooks divide, as those of DistributedDataParallel do.
             self._had.append(bucket.take_in(self._divisor / self._size))
@@ -204,13 +231,17 @@ class Reduction:
             work = dist.all_reduce(bucket.buffer(), group=self._group, async_op=True)
             assert work is not None
             future = work.get_future()
-        spans = self.spans
+        stamp = self._stamp
 
-        def stamp(reduced: torch.futures.Future[Any]) -> Any:
-            spans.append(Span(launched, time.perf_counter()))
-            return reduced.value()
+        def reduced(future: torch.futures.Future[Any]) -> Any:
+            stamp(index)
+            return future.value()
 
-        self._works.append(future.then(stamp))
+        self._works.append(future.then(reduced))
+
+    def _stamp(self, index: int) -> None:
+        """Notes that a bucket is reduced."""
+        self.spans.append(Span(self._launched[index], time.perf_counter()))
 
     # -- after the last backward pass --------------------------------------------------------
 
@@ -221,9 +252,11 @@ class Reduction:
         absent = set(range(len(positions))) - set(came)
         came += sorted(absent, reverse=True)
         shapes = [(tuple(p.shape), str(p.dtype)) for p in self._parameters]
+        may_share = self._hook is None and is_available()
+        may_share &= all(p.device.type == "cpu" for p in self._parameters)
         told: list[Any] = [None] * self._size
-        dist.all_gather_object(told, (shapes, came), group=self._group)
-        for replica, (other, _) in enumerate(told):
+        dist.all_gather_object(told, (shapes, came, may_share), group=self._group)
+        for replica, (other, _, _) in enumerate(told):
             if other != told[0][0]:
                 raise UsageError(
                     f"replicas 0 and {replica} train different parameters ({len(told[0][0])} and "
@@ -233,20 +266,38 @@ class Reduction:
         # Sums over stages come last, whenever their parts came.
         own = [parameter for parameter in order if id(parameter) not in self._shared]
         shared = [parameter for parameter in order if id(parameter) in self._shared]
+        if self._staged is None and all(may_share for _, _, may_share in told):
+            self._staged = self._stage()
         self._buckets = lay_out(own, self._bucket_bytes, shared, as_views=self._as_views)
         self._bucket_of = {
             p: bucket.index() for bucket in self._buckets for p in bucket.parameters()
         }
+        if self._staged is not None:
+            self._staged.lay_out(self._buckets)
+            self._staged.begin(self._divisor)
 
-    def _combine(self, flags: Sequence[bool]) -> list[bool]:
+    def _stage(self) -> StagedReduction | None:
+        """Returns the way through shared memory, if there is one."""
+        neighbours = self._neighbours()
+        parts = None if neighbours is None else neighbours.share(PART_BYTES)
+        if neighbours is None or parts is None:
+            return None
+        return StagedReduction(neighbours, parts, self._stamp)
+
+    def _start_combining(self, flags: Sequence[bool]) -> tuple[torch.Tensor, Any]:
+        """Begins to find out which flags are true on any replica, for `_combined`."""
+        device = self._parameters[0].device if self._parameters else None
+        combined = torch.tensor([self._step, -self._step, *flags], dtype=torch.int32, device=device)
+        work = dist.all_reduce(combined, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return combined, work
+
+    def _combined(self, combined: torch.Tensor, work: Any) -> list[bool]:
         """Returns for each flag whether it is true on any replica.
 
         Raises:
             UsageError: the replicas are in different steps.
         """
-        device = self._parameters[0].device if self._parameters else None
-        combined = torch.tensor([self._step, -self._step, *flags], dtype=torch.int32, device=device)
-        dist.all_reduce(combined, op=dist.ReduceOp.MAX, group=self._group)
+        work.wait()
         latest, earliest, *found = combined.tolist()
         if latest != -earliest:
             raise UsageError(
@@ -261,13 +312,17 @@ class Reduction:
         """Waits for all buckets and gives out what they hold, and what came too late for them."""
         left_over: dict[nn.Parameter, torch.Tensor] = {}
         begin = 0
-        for bucket, future in zip(self._buckets, self._works, strict=True):
-            result = future.wait()
-            result = result[0] if isinstance(result, list | tuple) else result
+        for index, bucket in enumerate(self._buckets):
             parameters = bucket.parameters()
             flags = present[begin : begin + len(parameters)]
             begin += len(parameters)
-            for parameter, gradient in zip(parameters, bucket.give_out(result, flags), strict=True):
+            if self._staged is not None:
+                after_launch = self._staged.give_out(index, flags)
+            else:
+                result = self._works[index].wait()
+                result = result[0] if isinstance(result, list | tuple) else result
+                after_launch = bucket.give_out(result, flags)
+            for parameter, gradient in zip(parameters, after_launch, strict=True):
                 if gradient is not None:
                     left_over[parameter] = gradient
         for parameter in late:

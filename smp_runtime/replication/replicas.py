@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import device
+from ..messages.shared_memory import Neighbours
+from ..messages.wire import connect
 from ..runtime import Runtime
 
 
@@ -27,6 +29,28 @@ class Replicas:
         self.rank = runtime.here.dp_rank
         self.group = runtime.groups.replicas
         self._ranks = runtime.placement.group("dp", dist.get_rank())
+        self._runtime = runtime
+        self._neighbours: Neighbours | None = None
+
+    def neighbours(self) -> Neighbours | None:
+        """Returns the replicas if all run on this machine, else None. All of them call it."""
+        if self._neighbours is None and self.group is not None:
+            runtime = self._runtime
+            streams = connect(self.group, self.rank, self.size, runtime.config.timeout)
+            made = Neighbours(
+                streams,
+                self.rank,
+                self._ranks,
+                runtime.config.timeout,
+                runtime.transport.check,
+                lambda: runtime.engine.waits.explain(),
+            )
+            if all(stream is None or stream.is_near for stream in streams):
+                self._neighbours = made
+                runtime.at_end.append(made.close)
+            else:
+                made.close()
+        return self._neighbours
 
     def agree(self, make: Callable[[], Any], source: int = 0) -> Any:
         """Returns what one of the replicas makes, on all of them."""
