@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,6 +35,18 @@ def test_emulated_seconds_are_those_of_the_simulation(
         details.append({"actions": [*actions, ("", 0, 0, cpu + 0.5)]})
     timeline = simulate(order, forward_cost=1.0, backward_cost=2.5)
     assert emulated_seconds(details) == pytest.approx(timeline.makespan + 0.5)
+
+
+def test_who_may_not_fit_into_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples" / "benchmarks")
+    from contestants import has_room
+
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=100))
+    assert has_room([])
+    assert has_room(
+        [SimpleNamespace(first_peak_bytes=[30, 36]), SimpleNamespace(first_peak_bytes=[9])]
+    )
+    assert not has_room([SimpleNamespace(first_peak_bytes=[30, 37])])
 
 
 @pytest.mark.slow

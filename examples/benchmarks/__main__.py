@@ -60,7 +60,9 @@ def compare(shape: Shape, m: int, args: argparse.Namespace, console: Console) ->
         f"{shape.num_layers} layers x {shape.width}, sequence {shape.sequence_length}, batch "
         f"{shape.batch_size}, vocabulary {shape.vocabulary}, {m} microbatches, {shape.optimizer}"
     )
-    teams = start_all(shape, m, args.only)
+    teams, left_out = start_all(shape, m, args.only)
+    if left_out:
+        console.print(f"left out, for memory is short: {', '.join(left_out)}")
     for team in teams.values():
         team.turn(1)  # to warm up
     for turn in range(args.pairs):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import psutil
 from job import Job
 from shape import Shape
 from team import Team
@@ -14,17 +15,26 @@ CHECKPOINTED = ", checkpointed"
 TORCH, TORCH_LOOPED = "torch 1F1B", "torch Interleaved1F1B"
 
 
-def start_all(shape: Shape, m: int, only: Sequence[str]) -> dict[str, Team]:
+def start_all(shape: Shape, m: int, only: Sequence[str]) -> tuple[dict[str, Team], list[str]]:
     """Starts one process or two for each contestant, one contestant after the other.
 
     torch's schedules get the split that this runtime has chosen, and where that is not the one
-    with equal layers, 1F1B gets that as well.
+    with equal layers, 1F1B gets that as well. All stay in memory at once, those first that matter
+    most.
+
+    Returns:
+        The teams, and the names of those that were left out because memory ran short.
     """
     teams: dict[str, Team] = {}
+    left_out: list[str] = []
 
     def start(name: str, job: Job) -> None:
-        if not only or name in (ONE, TOGETHER) or any(word in name for word in only):
+        if only and name not in (ONE, TOGETHER) and not any(word in name for word in only):
+            return
+        if has_room(teams.values()):
             teams[name] = Team(name, job)
+        else:
+            left_out.append(name)
 
     def start_torch(
         name: str, schedule: str, num_layers: list[int], checkpoints: bool = False
@@ -33,23 +43,29 @@ def start_all(shape: Shape, m: int, only: Sequence[str]) -> dict[str, Team]:
         start(name, Job("torch_pipelining", shape, m, 2, options=options))
 
     start(ONE, Job("one_process", shape, m))
-    start(WHOLE, Job("one_process", shape, 1))
     start(TOGETHER, Job("one_process", shape, m, 2, is_one_world=False))
     start(OURS, Job("this_runtime", shape, m, 2))
     start(LOOPED, Job("this_runtime", shape, m, 2, options={"stages_per_rank": 2}))
     equal = [shape.num_layers // 2] * 2
     ours = split_of(teams.get(OURS)) or equal
     start_torch(TORCH, "1F1B", ours)
-    start(OURS + CHECKPOINTED, Job("this_runtime", shape, m, 2, options={"checkpoints": True}))
-    start_torch(TORCH + CHECKPOINTED, "1F1B", ours, checkpoints=True)
     if ours != equal:
         start_torch(f"{TORCH}, equal layers", "1F1B", equal)
-    start_torch("torch GPipe", "GPipe", ours)
     looped = split_of(teams.get(LOOPED)) or [shape.num_layers // 4] * 4
     start_torch(TORCH_LOOPED, "Interleaved1F1B", looped)
+    start(OURS + CHECKPOINTED, Job("this_runtime", shape, m, 2, options={"checkpoints": True}))
+    start_torch(TORCH + CHECKPOINTED, "1F1B", ours, checkpoints=True)
     # Microbatches of the same size as a pipeline's, so each rank has half of their number.
     start("data parallel", Job("replicated", shape, max(m // 2, 1), 2, options={"way": "ddp"}))
-    return teams
+    start_torch("torch GPipe", "GPipe", ours)
+    start(WHOLE, Job("one_process", shape, 1))
+    return teams, left_out
+
+
+def has_room(teams: Iterable[Team]) -> bool:
+    """Says whether there is memory for one more, which may be half as large again as any so far."""
+    largest = max((sum(team.first_peak_bytes) for team in teams), default=0)
+    return psutil.virtual_memory().available > 1.5 * largest
 
 
 def split_of(team: Team | None) -> list[int] | None:
