@@ -2,8 +2,11 @@
 
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -36,6 +39,28 @@ def worse_wire(request: pytest.FixtureRequest) -> Iterator[None]:
         if longest := request.config.getoption("--delays"):
             stack.enter_context(wires.delays(longest))
         yield
+
+
+@pytest.fixture(scope="session")
+def soak_job() -> Iterator[subprocess.Popen[str]]:
+    """Trains for three minutes with what the other tests leave of the CPUs, see `soak.py`."""
+    command = [sys.executable, "-m", "tests.soak", "--seconds", "180", "--every", "100"]
+    with subprocess.Popen(
+        ["nice", "-n", "19", *command],
+        cwd=Path(__file__).parent.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as job:
+        yield job
+        job.terminate()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def long_jobs(request: pytest.FixtureRequest) -> None:
+    """Starts with the first test what a later one waits for."""
+    if any("soak_job" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        request.getfixturevalue("soak_job")
 
 
 def pytest_report_header() -> str:

@@ -6,11 +6,10 @@ torchrun starts all ranks again after each kill, and the job goes on from its ne
 Compared are the losses of every step, those that were taken again included, with those of a single
 process that nobody disturbed; looked at are how many steps a kill cost, the memory of every rank
 over its steps, and the files and processes that are left.
-`test_soak.py` runs a few hundred steps of it.
+`test_soak.py` waits for three minutes of it, which run beside the other tests.
 """
 
 import argparse
-import math
 import os
 import random
 import re
@@ -20,9 +19,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -33,7 +31,8 @@ GROWTH = 1.02  # of resident memory over a process's later steps; what allocator
 WARM_UP = 50  # steps of a process until its memory has settled
 SAVE_EVERY = 5  # steps
 MOST_AGAIN = 2 * SAVE_EVERY  # a checkpoint is complete when the next begins
-KILLS = (signal.SIGKILL, signal.SIGABRT)
+KILLS = (signal.SIGKILL, signal.SIGABRT, signal.SIGSTOP)
+FOR_EVER = 10**9  # steps
 
 
 def write_config(folder: Path, ranks: int) -> Path:
@@ -59,8 +58,27 @@ def command(ranks: int, restarts: int, folder: Path, num_steps: int) -> list[str
     ]
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"}
+@contextmanager
+def running(
+    ranks: int, restarts: int, folder: Path, num_steps: int
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Yields a job that goes on from where the files of its folder say, and ends it after."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(CHECKOUT),
+        "OMP_NUM_THREADS": "1",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5",  # a stopped rank does not end when it is told to
+    }
+    with (folder / "output").open("a") as output:
+        job = subprocess.Popen(
+            command(ranks, restarts, folder, num_steps),
+            **{"env": environment, "stdout": output, "stderr": subprocess.STDOUT},
+        )
+        try:
+            yield job
+        finally:
+            job.terminate()
+            job.wait()
 
 
 def ranks_of(parent: int) -> list[int]:
@@ -150,36 +168,20 @@ def memory_table(samples: Sequence[Sample], num_rows: int = 15) -> str:
     return "\n".join(lines)
 
 
-def soak(
-    folder: Path,
-    ranks: int,
-    seconds: float,
-    every: int,
-    num_steps: int,
-    most_kills: float = math.inf,
-    kinds: Sequence[signal.Signals] = KILLS,
-) -> int:
-    """Trains until time is over or the steps are done; returns how many ranks were killed."""
+def soak(folder: Path, ranks: int, seconds: float, every: int) -> int:
+    """Trains until time is over; returns how many ranks were killed."""
     draw, num_kills = random.Random(0), 0
     deadline, next_kill = time.monotonic() + seconds, every
-    with (folder / "output").open("w") as output:
-        job = subprocess.Popen(
-            command(ranks, 1000, folder, num_steps),
-            **{"env": environment(), "stdout": output, "stderr": subprocess.STDOUT},
-        )
-        try:
-            while job.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.1)
-                num_taken = len(steps_taken(folder))
-                if num_kills < most_kills and num_taken >= next_kill:
-                    victim = draw.choice(ranks_of(job.pid) or [0])
-                    if victim:
-                        os.kill(victim, draw.choice(kinds))
-                        num_kills += 1
-                        next_kill = num_taken + int(every * (0.5 + draw.random()))
-        finally:
-            job.terminate()
-            job.wait()
+    with running(ranks, 1000, folder, FOR_EVER) as job:
+        while time.monotonic() < deadline:
+            time.sleep(0.1)
+            if job.poll() is not None:
+                sys.exit(f"the job ended by itself\n{last_words(folder)}")
+            num_taken = len(steps_taken(folder))
+            if num_taken >= next_kill and (alive := ranks_of(job.pid)):
+                os.kill(draw.choice(alive), draw.choice(KILLS))
+                num_kills += 1
+                next_kill = num_taken + int(every * (0.5 + draw.random()))
     return num_kills
 
 
@@ -198,47 +200,63 @@ def leftovers(folder: Path) -> list[str]:
     return found
 
 
+def last_words(folder: Path) -> str:
+    return (folder / "output").read_text()[-4000:]
+
+
+def wait_for(job: subprocess.Popen[bytes], folder: Path) -> None:
+    """Waits for the end of a job, which must be a good one."""
+    if job.wait():
+        sys.exit(f"a job that nobody disturbed failed\n{last_words(folder)}")
+
+
 def finish(folder: Path, ranks: int, num_steps: int) -> None:
-    """Lets a job of this many ranks, none of which is killed, go on from where the files say."""
-    subprocess.run(
-        command(ranks, 0, folder, num_steps), env=environment(), check=True, capture_output=True
-    )
+    """Lets a job of this many ranks, none of which is killed, go on to its last step."""
+    with running(ranks, 0, folder, num_steps) as job:
+        wait_for(job, folder)
 
 
-def main() -> None:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=1800.0)
     parser.add_argument("--every", type=int, default=600, help="steps between kills")
     parser.add_argument("--ranks", type=int, default=4)
-    arguments = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def run(folder: Path, reference: Path, line: argparse.Namespace) -> bool:
+    """Soaks, prints what was seen, and returns whether all is as it must be."""
+    for each in (folder, reference):
+        each.mkdir()
+        write_config(each, line.ranks)
+    # What the soak will need of the reference, which is faster, is guessed.
+    with running(1, 0, reference, int(line.seconds * 8)) as ahead:
+        kills = soak(folder, line.ranks, line.seconds, line.every)
+        wait_for(ahead, reference)
+    samples = read_memory(folder)
+    print(f"{len(read_losses(folder))} steps, {kills} ranks killed or stopped")
+    print(f"resident memory in MiB:\n{memory_table(samples)}", flush=True)
+    num_steps = max(read_losses(folder)) + 2 * SAVE_EVERY
+    finish(folder, line.ranks // 2, num_steps)
+    finish(reference, 1, num_steps)
+    losses, expected = read_losses(folder), read_losses(reference)
+    steps = range(1, num_steps + 1)
+    differing = [step for step in steps if len(losses[step]) != 1 or losses[step] != expected[step]]
+    again, grown, left = most_steps_again(folder), growth(samples), leftovers(folder)
+    print(f"steps whose losses differ from a single process's: {differing}")
+    print(f"steps taken again after a restart, at most: {again}")
+    print(f"growth of a process's memory, by rank: {grown}")
+    print(f"left behind: {left}")
+    is_flat = len(grown) == line.ranks and max(grown.values()) <= GROWTH
+    return bool(kills and is_flat and again <= MOST_AGAIN and not differing and not left)
+
+
+def main() -> None:
+    line = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))  # after ending its jobs
     with tempfile.TemporaryDirectory() as name:
-        folder, reference = Path(name, "soak"), Path(name, "reference")
-        for each in (folder, reference):
-            each.mkdir()
-            write_config(each, arguments.ranks)
-        kinds = [*KILLS, signal.SIGSTOP]
-        with ThreadPoolExecutor() as pool:  # the reference is faster: what it will need is guessed
-            ahead = pool.submit(finish, reference, 1, int(arguments.seconds * 8))
-            kills = soak(
-                folder, arguments.ranks, arguments.seconds, arguments.every, 10**9, kinds=kinds
-            )
-            ahead.result()
-        samples = read_memory(folder)
-        print(f"{len(read_losses(folder))} steps, {kills} ranks killed or stopped")
-        print(f"resident memory in MiB:\n{memory_table(samples)}", flush=True)
-        num_steps = max(read_losses(folder)) + 2 * SAVE_EVERY
-        finish(folder, arguments.ranks // 2, num_steps)
-        finish(reference, 1, num_steps)
-        losses, expected = read_losses(folder), read_losses(reference)
-        steps = range(1, num_steps + 1)
-        differing = [step for step in steps if losses[step] != expected[step]]
-        again, grown, left = most_steps_again(folder), growth(samples), leftovers(folder)
-        print(f"steps whose losses differ from a single process's: {differing}")
-        print(f"steps taken again after a restart, at most: {again}")
-        print(f"growth of a process's memory, by rank: {grown}")
-        print(f"left behind: {left}")
-        is_flat = len(grown) == arguments.ranks and max(grown.values()) <= GROWTH
-        sys.exit(bool(differing or again > MOST_AGAIN or left or not is_flat))
+        sys.exit(not run(Path(name, "soak"), Path(name, "reference"), line))
 
 
 if __name__ == "__main__":
