@@ -9,15 +9,21 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from tests.faults import TIMEOUT, job
-from tests.worlds import RankOutcome, run_world_expecting_failure
+from tests.worlds import RankOutcome, run_world_expecting_failure, warm
 
-pytestmark = pytest.mark.world
+pytestmark = [
+    pytest.mark.world,
+    pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning"),  # see `worlds.py`
+]
 
 CHECKOUT = Path(__file__).parent.parent
 SECONDS = 10.0
@@ -89,6 +95,23 @@ WORLDS = [
 ]
 
 
+World = tuple[str, int, int]
+SILENT = [world for world in WORLDS if TABLE[world[0]].is_silent]
+
+
+def run(fault: str, degree: int, size: int, folder: str = "") -> list[RankOutcome]:
+    """Returns how the ranks of a world ended."""
+    return run_world_expecting_failure(size, job, degree, fault, folder, timeout=30.0)
+
+
+@pytest.fixture(scope="module")
+def silent_worlds() -> Iterator[Mapping[World, Future[list[RankOutcome]]]]:
+    """Runs the worlds that fail by waiting, each from a process of its own: all wait at once."""
+    warm()
+    with ProcessPoolExecutor(len(SILENT), mp_context=get_context("fork")) as pool:
+        yield {world: pool.submit(run, *world) for world in SILENT}
+
+
 def first_line(outcome: RankOutcome) -> str:
     """Returns the first line that the runtime itself wrote."""
     found = re.search(r"^smp_runtime: (.*)$", outcome.stderr_text, re.MULTILINE)
@@ -96,11 +119,16 @@ def first_line(outcome: RankOutcome) -> str:
 
 
 @pytest.mark.parametrize(("fault", "degree", "size"), WORLDS)
-def test_fault(fault: str, degree: int, size: int, tmp_path: Path) -> None:
+def test_fault(
+    fault: str, degree: int, size: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     expected = TABLE[fault]
     limit = SECONDS + (TIMEOUT if expected.is_silent else 0.0)
     folder = str(tmp_path) if fault in OF_SAVING else ""
-    outcomes = run_world_expecting_failure(size, job, degree, fault, folder, timeout=30.0)
+    if expected.is_silent:
+        outcomes = request.getfixturevalue("silent_worlds")[fault, degree, size].result()
+    else:
+        outcomes = run(fault, degree, size, folder)
     for rank, outcome in enumerate(outcomes):
         if rank == 1 and expected.dies is not None:
             assert outcome.exit_code == expected.dies
