@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked_script import run_script
+
 CHECKOUT = Path(__file__).parent.parent
 SCRIPT = "examples/finetune_causal_lm.py"
 FEW = ["steps=4", "batch_size=4", "held_out_sequences=8", "sample_tokens=4"]
@@ -119,6 +121,6 @@ def test_a_run_that_was_killed_goes_on_to_the_same_losses(
 def test_a_run_that_learns_nothing_fails(lines: Path, tmp_path: Path) -> None:
     config = "configs/finetune_tiny_one_process.yaml"
     worse = [*FEW, "learning_rate=10", "steps=1", f"text={lines}", f"output={tmp_path}"]
-    ended = run([SCRIPT, "--config", config, *worse])
-    assert ended.returncode == 1
-    assert "the held-out loss is not lower than before" in ended.stdout
+    (ended,) = run_script(CHECKOUT / SCRIPT, "--config", CHECKOUT / config, *worse)
+    assert ended.code == 1
+    assert "the held-out loss is not lower than before" in ended.text

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked_script import run_script
 from tests.hosts import Host, hosts, why_not
 
 pytestmark = [
@@ -42,11 +43,9 @@ def config(folder: Path, degree: int, timeout: float = 60.0) -> str:
 def plain(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Returns the lines of the same job in one process."""
     folder = tmp_path_factory.mktemp("plain")
-    command = [sys.executable, JOB, "--config", config(folder, 1), str(NUM_STEPS)]
-    done = subprocess.run(
-        command, env={**os.environ, **environment()}, capture_output=True, text=True, check=True
-    )
-    return steps(done.stdout)
+    (ended,) = run_script(Path(JOB), "--config", config(folder, 1), NUM_STEPS)
+    assert ended.code == 0, ended.text
+    return steps(ended.text)
 
 
 def steps(text: str) -> list[str]:
