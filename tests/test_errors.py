@@ -16,6 +16,7 @@ from smp_runtime import errors
         (errors.MicrobatchError, ValueError),
         (errors.NotSupportedError, NotImplementedError),
         (errors.WaitTimeoutError, TimeoutError),
+        (errors.ConnectionLostError, ConnectionError),
     ],
 )
 def test_are_also_what_plain_code_would_catch(
@@ -27,7 +28,7 @@ def test_are_also_what_plain_code_would_catch(
 
 def test_have_one_base() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
-    assert len(kinds) == 19
+    assert len(kinds) == 20
     assert all(issubclass(kind, errors.SMPError) for kind in kinds)
 
 
