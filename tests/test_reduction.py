@@ -11,6 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import smp_runtime as smp
 from smp_runtime.messages import wire
+from smp_runtime.replication import staged_reduction
 from smp_runtime.replication.staged_reduction import StagedReduction
 from tests.replicated_chain import (
     assert_close,
@@ -295,6 +296,44 @@ def test_replicas_on_one_machine_add_up_in_shared_memory(are_together: bool) -> 
         assert found == by_rank[(rank + 2) % 4][2]  # bit for bit, its replica's
         for step in range(3):
             assert_close(found[step], mean_gradients(1.0, step, step + 1))
+
+
+class Shifted(nn.Module):
+    """Adds views of parameters, whose gradients autograd hands out without a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.shifts = nn.ParameterList([torch.ones(WIDTH) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)  # first here, and so last in the backward pass
+        first, second = (shift.view(1, WIDTH) for shift in self.shifts)
+        return out + (first + second)
+
+
+@pytest.mark.world
+def test_gradients_that_the_backward_pass_still_reads_are_not_averaged_in_place() -> None:
+    def body() -> Any:
+        staged_reduction._PATIENCE = 1.0  # so that all is averaged at once
+        torch.manual_seed(0)
+        module = Shifted()
+        model = start(1, m=1, module=module, bucket_cap_mb=1e-5)
+        for _ in range(2):  # the first one learns what comes when
+            model.zero_grad()
+            train(model, batch(smp.dp_rank(), 1))
+        found = gradients(model)
+        expected: dict[str, Any] = dict.fromkeys(found, 0)
+        for seed in range(2):
+            # None shares memory with another one here.
+            loss = module(batch(seed, 1)).square().mean() / 2
+            own = torch.autograd.grad(loss, list(module.parameters()))
+            expected = {name: expected[name] + g for name, g in zip(found, own, strict=True)}
+        return found, expected
+
+    (found, expected), (same, _) = run_world(2, body)
+    assert_close(found, expected)
+    assert found == same
 
 
 @pytest.mark.world

@@ -167,6 +167,39 @@ def test_transposed_gradients_and_those_of_16_bits() -> None:
     close(made)
 
 
+def test_memory_that_others_read_stays_as_it_is_until_all_is_averaged() -> None:
+    def run(near: Neighbours) -> Any:
+        replica = Replica(near, [(6,), (2, 3)], 24)
+        values = torch.arange(6.0) * (near.rank + 1)
+        read_in_backward = values.view(3, 2)
+        replica.parameters[0].grad = values.view(6)
+        replica.parameters[1].grad = values.view(2, 3)
+        replica.staged.begin(2.0)
+        assert [replica.staged.launch(0), replica.staged.launch(1)] == [[True], [True]]
+        replica.staged.finish()
+        assert read_in_backward.flatten().equal(torch.arange(6.0) * (near.rank + 1))
+        for index in range(2):
+            replica.staged.give_out(index, [True])
+        return [p.grad.flatten().tolist() for p in replica.parameters]
+
+    made = neighbours(2)
+    assert on_all(made, run) == [[[0.0, 1.5, 3.0, 4.5, 6.0, 7.5]] * 2] * 2
+    close(made)
+
+
+def test_conjugate_gradients() -> None:
+    def run(near: Neighbours) -> Any:
+        replica = Replica(near, [(2,)], dtype=torch.complex64)
+        given = (torch.tensor([1 + 2j, 3j]) * (near.rank + 1)).conj()
+        assert given.is_conj()
+        (found,) = replica.reduce([given], 2.0)
+        return found.tolist()
+
+    made = neighbours(2)
+    assert on_all(made, run) == [[1.5 - 3j, -4.5j]] * 2
+    close(made)
+
+
 def test_a_replica_works_on_while_its_backward_pass_goes_on() -> None:
     made = neighbours(2)
     first, second = on_all(made, Replica)

@@ -270,11 +270,26 @@ def _needs(stage: int, number: int) -> list[tuple[int, int]]:
 def _flat(
     parameter: nn.Parameter, gradient: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Returns the values of a gradient in one dimension, if possible without a copy."""
+    """Returns the values of a gradient in one dimension, in its own memory where that is safe."""
     if gradient is None:
         return torch.zeros(parameter.numel(), dtype=dtype)
     check_dense(gradient)
-    return gradient.detach().to(dtype).reshape(-1)
+    needs_copy = _num_references(gradient) > _ALONE or gradient.is_conj() or gradient.is_neg()
+    return gradient.detach().to(dtype, copy=needs_copy).reshape(-1)
+
+
+def _num_references(tensor: torch.Tensor) -> int:
+    """Counts who has the memory of a tensor, this question included.
+
+    Where a gradient is a view of another one autograd hands it out without a copy: that of `p` in
+    ``x + p.view(1, -1)`` lies where that of the sum does, which the backward pass still reads, and
+    those of `p` and `q` in ``p.view(-1) + q.view(-1)`` lie in one place.
+    """
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
+
+
+_ALONE = _num_references(torch.empty(1))
 
 
 def _cut(buckets: Sequence[Bucket], num_replicas: int) -> Iterator[_Chunk]:
