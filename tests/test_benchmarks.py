@@ -44,9 +44,9 @@ def test_who_may_not_fit_into_memory_is_left_out(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=100))
     assert has_room([])
     assert has_room(
-        [SimpleNamespace(first_peak_bytes=[30, 36]), SimpleNamespace(first_peak_bytes=[9])]
+        [SimpleNamespace(first_peak_bytes=[24, 24]), SimpleNamespace(first_peak_bytes=[30])]
     )
-    assert not has_room([SimpleNamespace(first_peak_bytes=[30, 37])])
+    assert not has_room([SimpleNamespace(first_peak_bytes=[24, 31])])
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import psutil
 from job import Job
@@ -62,10 +62,14 @@ def start_all(shape: Shape, m: int, only: Sequence[str]) -> tuple[dict[str, Team
     return teams, left_out
 
 
-def has_room(teams: Iterable[Team]) -> bool:
-    """Says whether there is memory for one more, which may be half as large again as any so far."""
-    largest = max((sum(team.first_peak_bytes) for team in teams), default=0)
-    return psutil.virtual_memory().available > 1.5 * largest
+def has_room(teams: Collection[Team]) -> bool:
+    """Says whether there is memory for one more.
+
+    It may need half as much again as any so far, and those grow by a third after their first step.
+    """
+    peaks = [sum(team.first_peak_bytes) for team in teams]
+    needed = 1.5 * max(peaks, default=0) + sum(peaks) / 3
+    return psutil.virtual_memory().available > needed
 
 
 def split_of(team: Team | None) -> list[int] | None:

@@ -26,6 +26,7 @@ Counts = tuple[int, int, int]
 
 _COUNTS = struct.Struct("<3Q")
 _GLANCE = 0.05
+_MARGIN = 1.0  # seconds; a late replica's own waits in its pipeline end first: they know more
 
 
 class Neighbours:
@@ -127,7 +128,7 @@ class Neighbours:
             ConnectionLostError: one that is needed is gone.
             WaitTimeoutError: nothing came in time.
         """
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self._timeout + _MARGIN
         while True:
             heard = self.listen(_GLANCE)
             if heard:
