@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -41,12 +40,9 @@ def test_who_may_not_fit_into_memory_is_left_out(monkeypatch: pytest.MonkeyPatch
     monkeypatch.syspath_prepend(ROOT / "examples" / "benchmarks")
     from contestants import has_room
 
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=100))
-    assert has_room([])
-    assert has_room(
-        [SimpleNamespace(first_peak_bytes=[24, 24]), SimpleNamespace(first_peak_bytes=[30])]
-    )
-    assert not has_room([SimpleNamespace(first_peak_bytes=[24, 31])])
+    assert has_room([], 1)
+    assert has_room([40, 20], 91)
+    assert not has_room([40, 20], 90)
 
 
 @pytest.mark.slow

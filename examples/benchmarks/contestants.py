@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import psutil
 from job import Job
@@ -27,12 +27,15 @@ def start_all(shape: Shape, m: int, only: Sequence[str]) -> tuple[dict[str, Team
     """
     teams: dict[str, Team] = {}
     left_out: list[str] = []
+    taken: list[int] = []
 
     def start(name: str, job: Job) -> None:
         if only and name not in (ONE, TOGETHER) and not any(word in name for word in only):
             return
-        if has_room(teams.values()):
+        available = psutil.virtual_memory().available
+        if has_room(taken, available):
             teams[name] = Team(name, job)
+            taken.append(available - psutil.virtual_memory().available)
         else:
             left_out.append(name)
 
@@ -62,14 +65,16 @@ def start_all(shape: Shape, m: int, only: Sequence[str]) -> tuple[dict[str, Team
     return teams, left_out
 
 
-def has_room(teams: Collection[Team]) -> bool:
+def has_room(taken: Sequence[int], available: int) -> bool:
     """Says whether there is memory for one more.
 
-    It may need half as much again as any so far, and those grow by a third after their first step.
+    It may need half as much again as any so far, and those grow by a half after their first step.
+
+    Args:
+        taken: the bytes by which each of those so far has reduced what is available.
+        available: bytes that are left.
     """
-    peaks = [sum(team.first_peak_bytes) for team in teams]
-    needed = 1.5 * max(peaks, default=0) + sum(peaks) / 3
-    return psutil.virtual_memory().available > needed
+    return available > 1.5 * max(taken, default=0) + sum(taken) / 2
 
 
 def split_of(team: Team | None) -> list[int] | None:

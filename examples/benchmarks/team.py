@@ -46,7 +46,6 @@ class Team:
         self.ranks = [self.start(rank, port) for rank in range(job.num_ranks)]
         first, turns = self.turn(1)
         self.first_losses = first.losses
-        self.first_peak_bytes = first.peak_bytes
         self.seconds_to_first_step = max(turn.ended for turn in turns) - started
         self.details = [turn.details[-1] for turn in turns]
 
