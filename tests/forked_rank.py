@@ -24,9 +24,6 @@ import torch
 import torch.distributed as dist
 
 from smp_runtime.errors import PeerError
-from smp_runtime.execution import watchdog
-from smp_runtime.messages import agreement
-from smp_runtime.replication import roll_call
 
 
 @dataclass(frozen=True)
@@ -116,16 +113,7 @@ def take(seat: Seat) -> None:
         "GLOO_SOCKET_IFNAME": next(name for _, name in socket.if_nameindex() if name[:2] == "lo"),
     }
     torch.set_num_threads(1)
-    look_often()
     gc.freeze()  # collections need not walk what the session had loaded
-
-
-def look_often() -> None:
-    """Shortens the pauses between looks at the store, of which worlds without work mostly consist.
-
-    Jobs with many ranks need the long ones, so as not to keep their store busy.
-    """
-    agreement._GLANCE = watchdog._GLANCE = roll_call._POLL_SECONDS = 0.002
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -19,10 +19,11 @@ from contextlib import suppress
 
 from ..errors import PeerError
 from ..messages.bulletin import END, FAILURE, ROLL_CALL, Bulletin, News
+from ..messages.pauses import pauses
 from .situation import Observer, Situation, table
 
 _TICK = 0.25
-_GLANCE = 0.05
+_LONGEST_PAUSE = 0.05
 _MARGIN = 2.0  # the main thread's own waits end first: they know more
 _GRACE = 4.0  # for the main thread to fail by itself once another rank has
 _ANSWER_PATIENCE = 1.5
@@ -110,14 +111,14 @@ class Watchdog:
 
         A rank that still needs this one will say so.
         """
-        deadline = time.monotonic() + patience
+        deadline, until_next = time.monotonic() + patience, pauses(_LONGEST_PAUSE)
         with suppress(Exception):
             self._bulletin.post(END, f"after step {self._observer.step}")
             while self.failure is None and time.monotonic() < deadline:
                 self._read_news()
                 if len(self.ended) == self.size:
                     return
-                time.sleep(_GLANCE)
+                time.sleep(next(until_next))
 
     def ask_all(self) -> dict[int, Situation]:
         """Asks all ranks what they are doing; returns the answers of those that answer soon."""
@@ -142,10 +143,10 @@ class Watchdog:
 
     def await_failure(self, patience: float) -> PeerError | None:
         """Waits a little for the news that another rank failed, and returns them."""
-        deadline = time.monotonic() + patience
+        deadline, until_next = time.monotonic() + patience, pauses(_LONGEST_PAUSE)
         self._read_news()
         while self.failure is None and time.monotonic() < deadline:
-            time.sleep(_GLANCE)
+            time.sleep(next(until_next))
             self._read_news()
         return self.failure
 

@@ -10,8 +10,9 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..errors import ConfigError, WaitTimeoutError
+from .pauses import pauses
 
-_GLANCE = 0.02
+_LONGEST_PAUSE = 0.02
 
 
 def check_settings(
@@ -48,14 +49,14 @@ def check_settings(
 
 
 def _read(board: Store, key: str, writer: int, timeout: float) -> str:
-    deadline = time.monotonic() + timeout
+    deadline, until_next = time.monotonic() + timeout, pauses(_LONGEST_PAUSE)
     while not board.check([key]):
         if time.monotonic() > deadline:
             raise WaitTimeoutError(
                 f"rank {writer} did not come to smp.init within {timeout:g} s (setting `timeout`); "
                 "every rank must call it"
             )
-        time.sleep(_GLANCE)
+        time.sleep(next(until_next))
     return board.get(key).decode()
 
 

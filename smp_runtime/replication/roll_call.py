@@ -17,11 +17,12 @@ import torch.distributed as dist
 
 from .. import errors
 from ..errors import CheckpointError, PeerError, SMPError, UsageError, WaitTimeoutError
+from ..messages.pauses import pauses
 from ..messages.unpickling import load_data
 from ..runtime import current
 
 _T = TypeVar("_T")
-_POLL_SECONDS = 0.02
+_LONGEST_PAUSE = 0.02
 
 
 class RollCall:
@@ -100,6 +101,7 @@ class RollCall:
     def _wait(self) -> Sequence[str]:
         keys = [self._key(rank, self._round) for rank in range(self.size)]
         deadline, progress = time.monotonic() + self._timeout, -1
+        until_next = pauses(_LONGEST_PAUSE)
         missing = list(range(self.size))
         while missing := [rank for rank in missing if not self._store.check([keys[rank]])]:
             self._transport.check()
@@ -109,7 +111,7 @@ class RollCall:
                 if made == progress or (self._round == 1 and not made):
                     raise WaitTimeoutError(self._explain(missing))
                 deadline, progress = time.monotonic() + self._timeout, made
-            time.sleep(_POLL_SECONDS)
+            time.sleep(next(until_next))
         return keys
 
     def _check_gone(self, missing: Sequence[int]) -> None:
