@@ -36,7 +36,7 @@ NOT_RUN = {
     "README.md": 2,  # a run by hand, and a drawing
     ".github/CONTRIBUTING.md": 0,
     "launch/README.md": 2,
-    "smp_runtime/HOW_IT_WORKS.md": 13,
+    "smp_runtime/HOW_IT_WORKS.md": 14,
     "smp_runtime/SETTINGS.md": 0,
     "smp_runtime/execution/EMULATED_CLOCK.md": 0,
     "smp_runtime/execution/FAILURES.md": 0,
