@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import smp_runtime as smp
-from smp_runtime.messages import wire
+from smp_runtime.messages import shared_memory, wire
 from smp_runtime.replication import staged_reduction
 from smp_runtime.replication.staged_reduction import StagedReduction
 from tests.replicated_chain import (
@@ -269,11 +269,13 @@ def test_replicas_that_train_different_parameters_are_told() -> None:
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("are_together", [True, False])
-def test_replicas_on_one_machine_add_up_in_shared_memory(are_together: bool) -> None:
+@pytest.mark.parametrize("place", ["one machine", "two machines", "little memory"])
+def test_replicas_on_one_machine_add_up_in_shared_memory(place: str) -> None:
     def body() -> Any:
-        if not are_together:
+        if place == "two machines":
             wire._machine = lambda: f"machine of rank {dist.get_rank()}"
+        if place == "little memory" and dist.get_rank() == 1:
+            shared_memory._map = lambda file, num_bytes: None
         model = start(2, m=2, gradient_as_bucket_view=True)
         found, sizes = [], []
         real = dist.all_reduce
@@ -292,7 +294,9 @@ def test_replicas_on_one_machine_add_up_in_shared_memory(are_together: bool) -> 
     by_rank = run_world(4, body)
     for rank, (reduced, held, found) in enumerate(by_rank):
         assert held > 0
-        assert reduced == (0 if are_together else 3 * held)
+        assert reduced == (
+            0 if place == "one machine" or rank % 2 == 0 and place == "little memory" else 3 * held
+        )
         assert found == by_rank[(rank + 2) % 4][2]  # bit for bit, its replica's
         for step in range(3):
             assert_close(found[step], mean_gradients(1.0, step, step + 1))

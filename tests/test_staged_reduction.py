@@ -1,5 +1,6 @@
 """Gradients that replicas add up in shared memory are their mean, with equal bits on all."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -164,6 +165,19 @@ def test_transposed_gradients_and_those_of_16_bits() -> None:
     made = neighbours(2)
     expected = [[0.0, 4.5], [1.5, 6.0], [3.0, 7.5]]
     assert on_all(made, run) == [expected] * 2
+    close(made)
+
+
+def test_gradients_that_the_script_drops_are_gone() -> None:
+    def run(near: Neighbours) -> bool:
+        replica = Replica(near, [(2,), (3,)], 8)
+        seen = [weakref.ref(g) for g in replica.reduce([torch.ones(2), None], 2.0)]
+        for parameter in replica.parameters:
+            parameter.grad = None
+        return [gradient() for gradient in seen] == [None, None]
+
+    made = neighbours(2)
+    assert on_all(made, run) == [True, True]
     close(made)
 
 

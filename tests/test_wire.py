@@ -1,5 +1,7 @@
 """Byte streams: all arrives, in order; strangers are turned away; nothing waits for ever."""
 
+import fcntl
+import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -61,6 +63,16 @@ def test_a_peer_that_takes_nothing_is_given_up(pair: tuple[Stream, Stream]) -> N
     near, _ = pair
     with pytest.raises(WaitTimeoutError, match=r"rank 1 took no data for 0\.3 s \(setting `timeo"):
         near.send(bytes(64 * 1024 * 1024))
+
+
+def test_a_process_may_have_many_files_open(pair: tuple[Stream, Stream]) -> None:
+    near, far = pair
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2000, hard), hard))
+    with socket.socket(fileno=fcntl.fcntl(far, fcntl.F_DUPFD_CLOEXEC, 1100)) as high:
+        near.send_file(None)
+        assert Stream(high, 0, 0.3).receive_file() is None
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_the_end_of_a_stream_is_told(pair: tuple[Stream, Stream]) -> None:

@@ -72,7 +72,8 @@ class Neighbours:
             num_bytes: the size of each part, equal on all ranks.
 
         Returns:
-            Each rank's part, a tensor of bytes; None if one of the systems has no such memory.
+            Each rank's part, a tensor of bytes; None if this system, or one that said so, has no
+            such memory. Only all of them together know whether all have it.
 
         Raises:
             ConnectionLostError: a rank is gone.
@@ -85,10 +86,7 @@ class Neighbours:
                 stream.send_file(files[self.rank])
             for peer, stream in self._streams.items():
                 files[peer] = stream.receive_file()
-            opened = [files[rank] for rank in sorted(files)]
-            if any(file is None for file in opened):
-                return None
-            return [_map(file, num_bytes) for file in opened if file is not None]
+            found = [_map(files[rank], num_bytes) for rank in sorted(files)]
         except (EOFError, OSError) as error:
             if isinstance(error, TimeoutError):
                 raise
@@ -97,6 +95,8 @@ class Neighbours:
             for file in files.values():
                 if file is not None:
                     os.close(file)
+        parts = [part for part in found if part is not None]
+        return parts if len(parts) == len(files) else None
 
     def tell(self, counts: Sequence[int]) -> None:
         """Says all others how far this rank is. One that is gone is noticed in `wait`."""
@@ -184,9 +184,19 @@ def _make(num_bytes: int) -> int | None:
         file = os.memfd_create("smp", os.MFD_CLOEXEC)
     except OSError:
         return None
-    os.ftruncate(file, num_bytes)
+    try:
+        os.ftruncate(file, num_bytes)
+    except OSError:  # a limit on the size of files, say
+        os.close(file)
+        return None
     return file
 
 
-def _map(file: int, num_bytes: int) -> torch.Tensor:
-    return torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8)
+def _map(file: int | None, num_bytes: int) -> torch.Tensor | None:
+    """Returns what is in a file; None if there is none, or no room for it in this process."""
+    if file is None:
+        return None
+    try:
+        return torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8)
+    except OSError:
+        return None

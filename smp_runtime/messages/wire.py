@@ -123,7 +123,9 @@ class Stream:
             EOFError: the peer closed the connection.
             WaitTimeoutError: nothing came in time.
         """
-        if not select.select([self._socket], [], [], self._timeout)[0]:
+        waiting = select.poll()  # unlike `select` it takes descriptors above 1023
+        waiting.register(self._socket, select.POLLIN)
+        if not waiting.poll(self._timeout * 1000):
             raise WaitTimeoutError(
                 f"rank {self._peer} sent nothing for {self._timeout:g} s (setting `timeout`)"
             )
@@ -244,8 +246,7 @@ def _answer(door: socket.socket, secret: bytes, timeout: float) -> tuple[int, so
             connection, _ = door.accept()
         except TimeoutError:
             raise WaitTimeoutError(
-                f"a rank of the pipeline group did not connect within {timeout:g} s (setting "
-                "`timeout`)"
+                f"a rank did not connect within {timeout:g} s (setting `timeout`)"
             ) from None
         connection.settimeout(_PATIENCE)
         try:

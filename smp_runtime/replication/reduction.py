@@ -277,10 +277,13 @@ class Reduction:
             self._staged.begin(self._divisor)
 
     def _stage(self) -> StagedReduction | None:
-        """Returns the way through shared memory, if there is one."""
+        """Returns the way through shared memory, if it is open to all replicas."""
         neighbours = self._neighbours()
         parts = None if neighbours is None else neighbours.share(PART_BYTES)
-        if neighbours is None or parts is None:
+        # One of them alone may be at a limit of its own, of descriptors or memory.
+        is_open = torch.tensor(parts is not None, dtype=torch.int32)
+        dist.all_reduce(is_open, op=dist.ReduceOp.MIN, group=self._group)
+        if neighbours is None or parts is None or not is_open.item():
             return None
         return StagedReduction(neighbours, parts, self._stamp)
 

@@ -180,6 +180,8 @@ class StagedReduction:
             elif given.data_ptr() != values.data_ptr():
                 given.copy_(values.view(given.shape))
             parameter.grad = given if has else None
+        if index == len(self._buckets) - 1:
+            self._gradients, self._values = [], []  # whoever drops gradients frees their memory
         return late
 
     # -- chunks ------------------------------------------------------------------------------
