@@ -124,6 +124,7 @@ class DistributedModel(Wrapper, ReplicatedModel, TensorQueries):
             broadcast_buffers=broadcast_buffers,
             passes=backward_passes_per_step,
         )
+        runtime.at_end.append(self.data_parallel.close)
         self._shared_gradients: SharedGradients | None = None
         self._loss_scale = 1.0
         self._part: LocalPart | None = None

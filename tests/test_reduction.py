@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import smp_runtime as smp
+from smp_runtime.errors import UsageError
 from smp_runtime.messages import shared_memory, wire
 from smp_runtime.replication import staged_reduction
 from smp_runtime.replication.staged_reduction import StagedReduction
+from tests.replica_subjects import CHAIN
 from tests.replicated_chain import (
     assert_close,
     batch,
@@ -23,6 +25,7 @@ from tests.replicated_chain import (
     train,
 )
 from tests.subjects import WIDTH
+from tests.transparency import build
 from tests.worlds import run_world, run_world_expecting_failure
 
 
@@ -233,6 +236,46 @@ def test_a_plain_backward_outside_steps_is_reduced() -> None:
     assert first[2] != second[2]
     for step in range(2):
         assert_close(first[step], mean_gradients(1.0, step, step + 1))
+
+
+@pytest.mark.world
+def test_a_module_may_outlive_its_runtime() -> None:
+    def body() -> Any:
+        module = build(CHAIN)
+        found = []
+        for seed in range(2):
+            model = start(m=1, module=module)
+            for _ in range(2):
+                model.zero_grad()
+                torch.autograd.backward(model(batch(smp.dp_rank() + seed)).square().mean())
+            found.append(gradients(model))
+            smp.shutdown()
+        module.zero_grad()
+        torch.autograd.backward(module(batch(dist.get_rank())).square().mean())
+        return found, {name: p.grad.tolist() for name, p in module.named_parameters()}
+
+    for rank, (found, own) in enumerate(run_world(2, body)):
+        for seed in range(2):
+            assert_close(found[seed], mean_gradients(1.0, seed, seed + 1))
+        assert_close(own, mean_gradients(1.0, rank))  # nobody averages it any more
+
+
+@pytest.mark.world
+def test_gradients_that_nobody_would_average_are_told() -> None:
+    @smp.step
+    def train_plainly(model: Any, x: Tensor) -> Tensor:
+        loss: Tensor = model(x).square().mean()
+        torch.autograd.backward(loss)
+        return loss
+
+    def body() -> None:
+        model = start(m=1)
+        with model.no_sync():
+            train_plainly(model, batch(0))  # one's own business
+        with pytest.raises(UsageError, match=r"call model.backward\(loss\) in the step"):
+            train_plainly(model, batch(0))
+
+    run_world(2, body)
 
 
 @pytest.mark.world

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from smp_runtime.errors import NotSupportedError
 from smp_runtime.messages.shared_memory import Neighbours
-from smp_runtime.replication import staged_reduction
 from smp_runtime.replication.buckets import lay_out
-from smp_runtime.replication.staged_reduction import StagedReduction
+from smp_runtime.replication.staged_reduction import PART_BYTES, StagedReduction
 from tests.test_shared_memory import neighbours, on_all
 
+SMALL = 2 * 4 * 64  # bytes of a part with blocks of 64
 SHAPES = ((3, 5), (64,), (1,), (16, 33), (0,), (7,))
 
 
@@ -29,12 +29,13 @@ class Replica:
         shapes: Sequence[Sequence[int]] = SHAPES,
         limit: int = 1000,
         *,
+        part_bytes: int = PART_BYTES,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.parameters = [nn.Parameter(torch.zeros(*shape, dtype=dtype)) for shape in shapes]
         self.buckets = lay_out(self.parameters, limit)
         self.reduced: list[int] = []
-        parts = near.share(staged_reduction.PART_BYTES)
+        parts = near.share(part_bytes)
         assert parts is not None
         self.staged = StagedReduction(near, parts, self.reduced.append)
         self.staged.lay_out(self.buckets)
@@ -63,13 +64,6 @@ def draw(replica: int, step: int, shapes: Sequence[Sequence[int]] = SHAPES) -> l
 def mean(gradients: Sequence[Tensor | None], shape: Sequence[int]) -> Tensor:
     given = [torch.zeros(*shape) if g is None else g for g in gradients]
     return torch.stack(given).sum(0) / len(gradients)
-
-
-@pytest.fixture
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets a chunk have 64 bytes."""
-    monkeypatch.setattr(staged_reduction, "_CHUNK_BYTES", 64)
-    monkeypatch.setattr(staged_reduction, "PART_BYTES", 2 * 4 * 64)
 
 
 def close(made: list[Neighbours]) -> None:
@@ -241,9 +235,11 @@ def test_a_replica_works_on_while_its_backward_pass_goes_on() -> None:
     close(made)
 
 
-def test_replicas_wait_for_room(small_chunks: None) -> None:
+def test_replicas_wait_for_room() -> None:
     made = neighbours(2)
-    first, second = on_all(made, lambda near: Replica(near, [(200,), (8,)], 10_000))
+    first, second = on_all(
+        made, lambda near: Replica(near, [(200,), (8,)], 10_000, part_bytes=SMALL)
+    )
     for replica in (first, second):
         replica.parameters[0].grad = torch.arange(200.0)
         replica.parameters[1].grad = torch.ones(8)
@@ -251,7 +247,7 @@ def test_replicas_wait_for_room(small_chunks: None) -> None:
         assert len(replica.buckets) == 1
     first.staged.launch(0)
     first.staged.advance()
-    assert first.staged._counts == [4, 0, 0]  # of 13 chunks
+    assert first.staged._counts == [4, 0, 0]  # of 13 blocks
     second.staged.launch(0)
     second.staged.advance()
     assert second.staged._counts == [4, 4, 0]
@@ -269,16 +265,12 @@ def test_replicas_wait_for_room(small_chunks: None) -> None:
     limit=st.integers(1, 2000),
     divisor=st.sampled_from([1.0, 2.0, 3.0]),
 )
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-def test_any_buckets(
-    small_chunks: None, size: int, sizes: list[int], limit: int, divisor: float
-) -> None:
+@settings(max_examples=40, deadline=None)
+def test_any_buckets(size: int, sizes: list[int], limit: int, divisor: float) -> None:
     shapes = [(n,) for n in sizes]
 
     def run(near: Neighbours) -> Any:
-        replica = Replica(near, shapes, limit)
+        replica = Replica(near, shapes, limit, part_bytes=SMALL)
         found = [replica.reduce(draw(near.rank, step, shapes), divisor) for step in range(2)]
         return found[-1]
 

@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from ..errors import UsageError
-from .reduction import CommHook, Reduction, Span
+from .collective_reduction import CommHook
+from .reduction import Reduction, Span
 from .replicas import Buffers, Replicas
 
 _OUT, _PRESENT, _REDUCES = 0, 1, 2
@@ -144,15 +145,29 @@ class DataParallel:
         self._buffers.note(held.buffers)
 
     def end_step(self, has_run_backward: bool) -> None:
-        """Reduces what there is to reduce."""
+        """Reduces what there is to reduce.
+
+        Raises:
+            UsageError: gradients came, but not by `model.backward`.
+        """
         if has_run_backward and not self._is_accumulating:
             self._num_passes += 1
         if self._reduction is None:
             return
         if self._reduces and (has_run_backward or self._is_joining):
             self._reduce(self._reduction)
+        elif self._reduces and self._reduction.has_gradients:
+            raise UsageError(
+                "gradients of a step would stay different on every replica: call "
+                "model.backward(loss) in the step, not loss.backward()"
+            )
         else:
             self._reduction.stop()
+
+    def close(self) -> None:
+        """Reduces nothing any more: the parameters may outlive the runtime."""
+        if self._reduction is not None:
+            self._reduction.close()
 
     def _reduce(self, reduction: Reduction) -> None:
         buffers = list(self._held().buffers) if self._broadcast_buffers else []

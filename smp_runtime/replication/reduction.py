@@ -10,8 +10,8 @@ learned: the most that any step had. Should another one come after its bucket wa
 kept apart and averaged after the others. What was expected and did not come is not waited for
 beyond the last backward pass.
 
-A bucket goes one of three ways: through the script's communication hook, through memory that the
-replicas share where all run on one machine without accelerator, or through the process group.
+Buckets go through memory that the replicas share where all run on one machine without accelerator,
+else, or where the script has a communication hook, through the process group.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import UsageError
 from ..execution.body import current_body
 from ..messages.shared_memory import Neighbours, is_available
+from ..tensors import gradient_type
 from .buckets import Bucket, lay_out
+from .collective_reduction import CollectiveReduction, CommHook
+from .combined_flags import CombinedFlags
 from .staged_reduction import PART_BYTES, StagedReduction
-
-CommHook = Callable[[Any, Any], torch.futures.Future[Any]]
 
 _NEVER = 1 << 30
 
@@ -73,8 +74,8 @@ class Reduction:
         self._is_overlapped = is_overlapped
         self._as_views = as_views
         self._neighbours = neighbours
-        self._hook: tuple[Any, CommHook] | None = None
-        self._staged: StagedReduction | None = None
+        self._has_hook = False
+        self._way: CollectiveReduction | StagedReduction = CollectiveReduction(group, self._stamp)
         self._parameters: list[nn.Parameter] = []
         self._handles: list[RemovableHandle] = []
         self._expected: dict[nn.Parameter, int] = {}
@@ -88,7 +89,6 @@ class Reduction:
         self._step = 0
         self._shared: set[int] = set()
         self._launched: list[float] = []
-        self._works: list[torch.futures.Future[Any]] = []
         self._had: list[list[bool]] = []
         self.spans: list[Span] = []
 
@@ -97,10 +97,15 @@ class Reduction:
         """The number of buckets, 0 before the first reduction."""
         return len(self._buckets)
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients have come that are to be averaged in this step."""
+        return self._last_microbatch is not None and bool(self._counts)
+
     def use_hook(self, state: Any, hook: CommHook) -> None:
         """Reduces by ``hook(state, bucket)`` from now on."""
-        self._hook = (state, hook)
-        self._staged = None
+        self._has_hook = True
+        self._take_way(CollectiveReduction(self._group, self._stamp, hook, state))
 
     def watch(self, parameters: Sequence[nn.Parameter], on_backward: Callable[[], None]) -> None:
         """Calls `on_backward` for each gradient that comes outside of steps."""
@@ -131,9 +136,8 @@ class Reduction:
         self._divisor = float(divisor or self._size)
         self._step = step
         self._counts = {}
-        self._launched, self._works, self._had, self.spans = [], [], [], []
-        if self._staged is not None:
-            self._staged.begin(self._divisor)
+        self._launched, self._had, self.spans = [], [], []
+        self._way.begin(self._divisor)
         self._pending = [len(bucket.parameters()) for bucket in self._buckets]
         self._last_microbatch = last_microbatch
 
@@ -141,6 +145,11 @@ class Reduction:
         """Disarms the reduction: gradients stay this rank's own."""
         self._last_microbatch = None
         self.spans = []
+
+    def close(self) -> None:
+        """Leaves the parameters alone from now on, and frees what was shared."""
+        self._watch([])
+        self._way = CollectiveReduction(self._group, self._stamp)
 
     def finish(self, written: Sequence[bool] = ()) -> list[bool]:
         """Launches what is left, waits, and gives the parameters their averages.
@@ -165,10 +174,10 @@ class Reduction:
         in_order = [p for bucket in self._buckets for p in bucket.parameters()]
         is_late = [p.grad is not None for p in in_order]
         own = [has for flags in self._had for has in flags]
-        flags = self._start_combining([*own, *is_late, *written])
-        if self._staged is not None:
-            self._staged.finish()
-        combined = self._combined(*flags)
+        device = in_order[0].device if in_order else None
+        flags = CombinedFlags([*own, *is_late, *written], self._step, self._group, device)
+        self._way.finish()
+        combined = flags.wait()
         present, late = combined[: len(own)], combined[len(own) : 2 * len(own)]
         self._collect(present, [p for p, flag in zip(in_order, late, strict=True) if flag])
         for parameter, count in self._counts.items():
@@ -214,30 +223,10 @@ class Reduction:
     def _launch(self) -> None:
         """Starts the next bucket."""
         index = len(self._launched)
-        bucket = self._buckets[index]
         self._launched.append(time.perf_counter())
-        if self._staged is not None:
-            self._had.append(self._staged.launch(index))
-            if self._last_microbatch is not None:  # else `finish` goes on with all of them
-                self._staged.advance()
-            return
-        if self._hook is not None:
-            # Hooks divide, as those of DistributedDataParallel do.
-            self._had.append(bucket.take_in(self._divisor / self._size))
-            state, hook = self._hook
-            future = hook(state, bucket)
-        else:
-            self._had.append(bucket.take_in(self._divisor))
-            work = dist.all_reduce(bucket.buffer(), group=self._group, async_op=True)
-            assert work is not None
-            future = work.get_future()
-        stamp = self._stamp
-
-        def reduced(future: torch.futures.Future[Any]) -> Any:
-            stamp(index)
-            return future.value()
-
-        self._works.append(future.then(reduced))
+        self._had.append(self._way.launch(index))
+        if self._last_microbatch is not None:  # else `finish` goes on with all of them
+            self._way.advance()
 
     def _stamp(self, index: int) -> None:
         """Notes that a bucket is reduced."""
@@ -252,7 +241,7 @@ class Reduction:
         absent = set(range(len(positions))) - set(came)
         came += sorted(absent, reverse=True)
         shapes = [(tuple(p.shape), str(p.dtype)) for p in self._parameters]
-        may_share = self._hook is None and is_available()
+        may_share = not self._has_hook and is_available()
         may_share &= all(p.device.type == "cpu" for p in self._parameters)
         told: list[Any] = [None] * self._size
         dist.all_gather_object(told, (shapes, came, may_share), group=self._group)
@@ -266,50 +255,29 @@ class Reduction:
         # Sums over stages come last, whenever their parts came.
         own = [parameter for parameter in order if id(parameter) not in self._shared]
         shared = [parameter for parameter in order if id(parameter) in self._shared]
-        if self._staged is None and all(may_share for _, _, may_share in told):
-            self._staged = self._stage()
+        if isinstance(self._way, CollectiveReduction) and all(may for _, _, may in told):
+            self._share_memory()
         self._buckets = lay_out(own, self._bucket_bytes, shared, as_views=self._as_views)
         self._bucket_of = {
             p: bucket.index() for bucket in self._buckets for p in bucket.parameters()
         }
-        if self._staged is not None:
-            self._staged.lay_out(self._buckets)
-            self._staged.begin(self._divisor)
+        self._take_way(self._way)
 
-    def _stage(self) -> StagedReduction | None:
-        """Returns the way through shared memory, if it is open to all replicas."""
+    def _take_way(self, way: CollectiveReduction | StagedReduction) -> None:
+        """Reduces in some way from now on."""
+        self._way = way
+        way.lay_out(self._buckets)
+        way.begin(self._divisor)
+
+    def _share_memory(self) -> None:
+        """Goes through shared memory, if that way is open to all replicas."""
         neighbours = self._neighbours()
         parts = None if neighbours is None else neighbours.share(PART_BYTES)
         # One of them alone may be at a limit of its own, of descriptors or memory.
         is_open = torch.tensor(parts is not None, dtype=torch.int32)
         dist.all_reduce(is_open, op=dist.ReduceOp.MIN, group=self._group)
-        if neighbours is None or parts is None or not is_open.item():
-            return None
-        return StagedReduction(neighbours, parts, self._stamp)
-
-    def _start_combining(self, flags: Sequence[bool]) -> tuple[torch.Tensor, Any]:
-        """Begins to find out which flags are true on any replica, for `_combined`."""
-        device = self._parameters[0].device if self._parameters else None
-        combined = torch.tensor([self._step, -self._step, *flags], dtype=torch.int32, device=device)
-        work = dist.all_reduce(combined, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        return combined, work
-
-    def _combined(self, combined: torch.Tensor, work: Any) -> list[bool]:
-        """Returns for each flag whether it is true on any replica.
-
-        Raises:
-            UsageError: the replicas are in different steps.
-        """
-        work.wait()
-        latest, earliest, *found = combined.tolist()
-        if latest != -earliest:
-            raise UsageError(
-                f"replicas reduce gradients of different steps: one of training step {latest}, "
-                f"another one of {-earliest} (this one of {self._step}). Call model.backward in "
-                "the same steps on every replica, evaluate under torch.no_grad(), and use "
-                "model.join() where replicas have different numbers of batches"
-            )
-        return [bool(flag) for flag in found]
+        if neighbours is not None and parts is not None and is_open.item():
+            self._way = StagedReduction(neighbours, parts, self._stamp)
 
     def _collect(self, present: Sequence[bool], late: Sequence[nn.Parameter]) -> None:
         """Waits for all buckets and gives out what they hold, and what came too late for them."""
@@ -319,17 +287,14 @@ class Reduction:
             parameters = bucket.parameters()
             flags = present[begin : begin + len(parameters)]
             begin += len(parameters)
-            if self._staged is not None:
-                after_launch = self._staged.give_out(index, flags)
-            else:
-                result = self._works[index].wait()
-                result = result[0] if isinstance(result, list | tuple) else result
-                after_launch = bucket.give_out(result, flags)
+            after_launch = self._way.give_out(index, flags)
             for parameter, gradient in zip(parameters, after_launch, strict=True):
                 if gradient is not None:
                     left_over[parameter] = gradient
         for parameter in late:
-            gradient = left_over.get(parameter, torch.zeros_like(parameter))
+            gradient = left_over.get(
+                parameter, torch.zeros_like(parameter, dtype=gradient_type(parameter))
+            )
             gradient = gradient.div(self._divisor)
             dist.all_reduce(gradient, group=self._group)
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)

@@ -8,8 +8,8 @@ from typing import Any
 from ..errors import NotSupportedError, UsageError
 from ..optimization.awaited_parameters import await_all
 from ..runtime import current
+from .collective_reduction import CommHook
 from .data_parallel import DataParallel
-from .reduction import CommHook
 
 
 class ReplicatedModel:

@@ -2,17 +2,17 @@
 
 Between processes of one machine torch's gloo copies every byte through the kernel several times,
 in threads that take the cores from the ranks that compute. Here the gradients stay where they are,
-and pass through a little memory that all replicas map, cut into chunks. Each replica averages its
-share of a chunk, one run of elements. A chunk is
+and pass block by block through a little memory that all replicas map. Each replica averages its
+share of a block, one run of elements. A block is
 
 1. *published*: the shares of the others are divided and written to shared memory;
 2. *averaged*: the published values of the others are added to this replica's own share, in place,
    and the result is written to shared memory;
 3. *gathered*: the shares that the others have averaged are copied into the gradient.
 
-So all replicas get the same bits. Shared memory has room for a few chunks, and a chunk takes the
+So all replicas get the same bits. Shared memory has room for a few blocks, and a block takes the
 room of an earlier one that every replica is done with: as long as the replicas work on the same
-chunks at the same time, what they share stays in the processor's cache. So they do it in turns with
+blocks at the same time, what they share stays in the processor's cache. So they do it in turns with
 the backward pass, bucket by bucket, and not in threads: a replica that has launched a bucket works
 on it for as long as the others come along, waits a moment for one that is behind, and else goes on
 with its backward pass.
@@ -20,59 +20,23 @@ with its backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from ..messages.shared_memory import Counts, Neighbours
+from .blocks import Block, cut
 from .buckets import Bucket, check_dense
 
-_CHUNK_BYTES = 2 << 20
-_ROOM = 4  # chunks
-_ALIGNMENT = 64  # bytes: no cache line has two writers
+_ROOM = 4  # blocks
 _PATIENCE = 0.001  # seconds
 
-PART_BYTES = 2 * _ROOM * _CHUNK_BYTES
+PART_BYTES = 16 << 20
 """What each replica needs of shared memory; of it, what it never writes to takes no memory."""
 
 _PUBLISHED, _AVERAGED, _GATHERED = 0, 1, 2
-
-
-class _Piece(NamedTuple):
-    """A run of the elements of one parameter's gradient.
-
-    Attributes:
-        parameter: its number.
-        first: where in the flattened gradient the run begins.
-        last: where it ends.
-        place: where in the chunk it begins.
-    """
-
-    parameter: int
-    first: int
-    last: int
-    place: int
-
-
-class _Chunk(NamedTuple):
-    """A run of the elements of one bucket.
-
-    Attributes:
-        bucket: its number.
-        dtype: its type.
-        starts: where in the chunk each replica's share begins.
-        shares: for each replica what it averages.
-        is_last: the bucket has no other after it.
-    """
-
-    bucket: int
-    dtype: torch.dtype
-    starts: Sequence[int]
-    shares: Sequence[Sequence[_Piece]]
-    is_last: bool
 
 
 class StagedReduction:
@@ -80,7 +44,8 @@ class StagedReduction:
 
     Args:
         neighbours: the replicas.
-        parts: the memory of each, `PART_BYTES` long.
+        parts: the memory of each, equally long: room for what is published and for what is
+            averaged of four blocks.
         on_reduced: called with the index of each bucket that is done.
     """
 
@@ -92,8 +57,9 @@ class StagedReduction:
     ) -> None:
         self._neighbours = neighbours
         self._on_reduced = on_reduced
-        self._rooms = [part.view(2, _ROOM, _CHUNK_BYTES).unbind() for part in parts]
-        # Counts of chunks since the beginning, for a replica may begin a step before another one
+        self._rooms = [part.view(2, _ROOM, -1).unbind() for part in parts]
+        self._block_bytes = parts[0].numel() // (2 * _ROOM)
+        # Counts of blocks since the beginning, for a replica may begin a step before another one
         # has ended the last.
         self._counts = [0, 0, 0]
         self._has_gone_on = False
@@ -107,11 +73,11 @@ class StagedReduction:
         """Takes other buckets from the next step on, in the order in which they are launched."""
         self._buckets = buckets
         self._firsts = [0, *accumulate(len(bucket.parameters()) for bucket in buckets)]
-        self._chunks = list(_cut(buckets, len(self._rooms)))
+        self._blocks = list(cut(buckets, len(self._rooms), self._block_bytes))
         self._num_launchable = [
-            sum(chunk.bucket <= index for chunk in self._chunks) for index in range(len(buckets))
+            sum(block.bucket <= index for block in self._blocks) for index in range(len(buckets))
         ]
-        dtypes = {chunk.dtype for chunk in self._chunks}
+        dtypes = {block.dtype for block in self._blocks}
         self._published = {d: [list(room[0].view(d)) for room in self._rooms] for d in dtypes}
         self._averaged = {d: [list(room[1].view(d)) for room in self._rooms] for d in dtypes}
 
@@ -161,7 +127,7 @@ class StagedReduction:
             ConnectionLostError: a replica is gone.
             WaitTimeoutError: one did not come in time.
         """
-        while self._round() < len(self._chunks):
+        while self._round() < len(self._blocks):
             if not self._has_gone_on:
                 self._hear(self._neighbours.wait(self._late))
 
@@ -184,7 +150,7 @@ class StagedReduction:
             self._gradients, self._values = [], []  # whoever drops gradients frees their memory
         return late
 
-    # -- chunks ------------------------------------------------------------------------------
+    # -- blocks ------------------------------------------------------------------------------
 
     def _hear(self, counts: Mapping[int, Counts]) -> None:
         if counts:
@@ -193,7 +159,7 @@ class StagedReduction:
 
     @torch.no_grad()
     def _round(self) -> int:
-        """Takes one chunk, if possible, through each stage; returns how many are done.
+        """Takes one block, if possible, through each stage; returns how many are done.
 
         One only, so that the others hear of it at once and work at the same time.
         """
@@ -201,7 +167,7 @@ class StagedReduction:
         before = list(counts)
         for stage, do in enumerate((self._publish, self._average, self._gather)):
             if self._may(stage):
-                do(self._chunks[counts[stage] - self._begun], counts[stage] % _ROOM)
+                do(self._blocks[counts[stage] - self._begun], counts[stage] % _ROOM)
                 counts[stage] += 1
         self._has_gone_on = counts != before
         if self._has_gone_on:
@@ -210,7 +176,7 @@ class StagedReduction:
         return counts[_GATHERED] - self._begun
 
     def _may(self, stage: int) -> bool:
-        """Says whether the next chunk can enter a stage."""
+        """Says whether the next block can enter a stage."""
         number = self._counts[stage]
         if stage == _PUBLISHED:
             is_there = number - self._begun < self._num_launched
@@ -230,38 +196,38 @@ class StagedReduction:
                 ]
         return late
 
-    def _publish(self, chunk: _Chunk, room: int) -> None:
-        mine = self._published[chunk.dtype][self._neighbours.rank][room]
-        for replica, share in enumerate(chunk.shares):
+    def _publish(self, block: Block, room: int) -> None:
+        mine = self._published[block.dtype][self._neighbours.rank][room]
+        for replica, share in enumerate(block.shares):
             if replica != self._neighbours.rank:
                 for index, first, last, place in share:
                     values = self._values[index][first:last]
                     torch.div(values, self._divisor, out=mine[place : place + last - first])
 
-    def _average(self, chunk: _Chunk, room: int) -> None:
-        rank, size = self._neighbours.rank, len(chunk.shares)
-        published = self._published[chunk.dtype]
-        mine, start = self._averaged[chunk.dtype][rank][room], chunk.starts[rank]
+    def _average(self, block: Block, room: int) -> None:
+        rank, size = self._neighbours.rank, len(block.shares)
+        published = self._published[block.dtype]
+        mine, start = self._averaged[block.dtype][rank][room], block.starts[rank]
         first_peer, *more = [published[(rank + i) % size][room] for i in range(1, size)]
-        for index, first, last, place in chunk.shares[rank]:
+        for index, first, last, place in block.shares[rank]:
             values, end = self._values[index][first:last], place + last - first
             torch.add(first_peer[place:end], values, alpha=1 / self._divisor, out=values)
             for other in more:
                 values.add_(other[place:end])
             mine[place - start : end - start].copy_(values)
 
-    def _gather(self, chunk: _Chunk, room: int) -> None:
+    def _gather(self, block: Block, room: int) -> None:
         for replica in self._neighbours.peers:
-            theirs, start = self._averaged[chunk.dtype][replica][room], chunk.starts[replica]
-            for index, first, last, place in chunk.shares[replica]:
+            theirs, start = self._averaged[block.dtype][replica][room], block.starts[replica]
+            for index, first, last, place in block.shares[replica]:
                 begin = place - start
                 self._values[index][first:last].copy_(theirs[begin : begin + last - first])
-        if chunk.is_last:
-            self._on_reduced(chunk.bucket)
+        if block.is_last:
+            self._on_reduced(block.bucket)
 
 
 def _needs(stage: int, number: int) -> list[tuple[int, int]]:
-    """Returns the counts that all others must have reached before a chunk enters a stage."""
+    """Returns the counts that all others must have reached before a block enters a stage."""
     if stage == _PUBLISHED:
         return [(_AVERAGED, number + 1 - _ROOM)]  # they have read what is overwritten now
     if stage == _AVERAGED:
@@ -292,39 +258,3 @@ def _num_references(tensor: torch.Tensor) -> int:
 
 
 _ALONE = _num_references(torch.empty(1))
-
-
-def _cut(buckets: Sequence[Bucket], num_replicas: int) -> Iterator[_Chunk]:
-    """Cuts buckets into chunks."""
-    num_before = 0
-    for index, bucket in enumerate(buckets):
-        sizes = [parameter.numel() for parameter in bucket.parameters()]
-        limit = _CHUNK_BYTES // bucket.dtype.itemsize
-        unit = _ALIGNMENT // bucket.dtype.itemsize
-        size = sum(sizes)
-        for begin in range(0, max(size, 1), limit):
-            end = min(begin + limit, size)
-            length = -(-(end - begin) // (num_replicas * unit)) * unit
-            edges = [min(begin + replica * length, end) for replica in range(num_replicas + 1)]
-            shares = [
-                [
-                    piece._replace(
-                        parameter=num_before + piece.parameter, place=piece.place - begin
-                    )
-                    for piece in _pieces(sizes, first, last)
-                ]
-                for first, last in zip(edges[:-1], edges[1:], strict=True)
-            ]
-            starts = [edge - begin for edge in edges[:-1]]
-            yield _Chunk(index, bucket.dtype, starts, shares, is_last=end == size)
-        num_before += len(sizes)
-
-
-def _pieces(sizes: Sequence[int], begin: int, end: int) -> Iterator[_Piece]:
-    """Yields what the elements from `begin` to `end` of tensors in a row are of each."""
-    start = 0
-    for index, size in enumerate(sizes):
-        first, last = max(begin, start), min(end, start + size)
-        if first < last:
-            yield _Piece(index, first - start, last - start, first)
-        start += size
