@@ -235,6 +235,24 @@ def test_a_replica_works_on_while_its_backward_pass_goes_on() -> None:
     close(made)
 
 
+def test_who_is_waited_for_is_who_holds_up_the_others() -> None:
+    made = neighbours(3)
+    replicas = on_all(made, lambda near: Replica(near, [(8,)]))
+    for replica in replicas:
+        replica.staged.begin(3.0)
+    for replica in replicas[:2]:
+        replica.staged.launch(0)
+        replica.staged.advance()
+    assert replicas[0].staged._late() == [1, 2]  # has not heard yet of what 1 has published
+    replicas[0].staged.advance()
+    assert replicas[0].staged._late() == [2]
+    replicas[2].staged.launch(0)
+    for replica in (replicas[2], replicas[0]):
+        replica.staged.advance()
+    assert replicas[0].staged._late() == [1]  # which has to average its share
+    close(made)
+
+
 def test_replicas_wait_for_room() -> None:
     made = neighbours(2)
     first, second = on_all(

@@ -187,14 +187,15 @@ class StagedReduction:
         )
 
     def _late(self) -> list[int]:
-        """Returns the replicas without which this one can't go on."""
-        late: list[int] = []
-        for stage in (_GATHERED, _AVERAGED, _PUBLISHED):
-            for other, count in _needs(stage, self._counts[stage]):
-                late = late or [
-                    peer for peer, counts in self._heard.items() if counts[other] < count
-                ]
-        return late
+        """Returns the replicas that hold this one up, and perhaps each other."""
+        for stage in (_AVERAGED, _PUBLISHED, _GATHERED):  # who has published nothing is the cause
+            number = self._counts[stage]
+            if number - self._begun < len(self._blocks):
+                for other, count in _needs(stage, number):
+                    late = [peer for peer, counts in self._heard.items() if counts[other] < count]
+                    if late:
+                        return late
+        return []
 
     def _publish(self, block: Block, room: int) -> None:
         mine = self._published[block.dtype][self._neighbours.rank][room]
