@@ -422,6 +422,19 @@ def test_a_replica_that_is_gone_is_named_by_those_that_need_its_gradients() -> N
 
 
 @pytest.mark.world
+def test_a_replica_that_ends_early_is_named() -> None:
+    def body() -> None:
+        model = start(1, m=1)
+        for _ in range(3 - smp.dp_rank()):
+            train(model, batch(smp.dp_rank()))
+
+    first, second = run_world_expecting_failure(2, body)
+    line = first.stderr_text.partition("\n")[0]
+    assert "PeerError: rank 1 ended its program after step 2, but this rank needs it" in line
+    assert second.exit_code == 1  # which hears of it while it takes its leave
+
+
+@pytest.mark.world
 def test_collectives_of_the_script_do_not_mix_with_the_reduction() -> None:
     @smp.step
     def train_and_sum(model: Any, x: Tensor) -> tuple[Tensor, float]:

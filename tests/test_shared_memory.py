@@ -103,6 +103,20 @@ def test_last_counts_are_heard_before_a_rank_is_missed(three: list[Neighbours]) 
     assert three[2].wait(lambda: [0]) == {0: (7, 0, 0)}  # the others are still there
 
 
+def test_who_has_ended_is_not_waited_for() -> None:
+    ended: list[int] = []
+    made = neighbours(3, ended=lambda: ended)
+    made[1].tell((5, 0, 0))
+    ended.append(7)
+    assert made[0].wait(lambda: [1]) == {1: (5, 0, 0)}  # its last word
+    with pytest.raises(ConnectionLostError, match=r"rank 7 closed its connection to rank 4"):
+        made[0].wait(lambda: [1])
+    made[2].tell((1, 0, 0))
+    assert made[0].wait(lambda: [2]) == {2: (1, 0, 0)}
+    for each in made:
+        each.close()
+
+
 def test_a_wait_ends_at_the_timeout(impatient: list[Neighbours]) -> None:
     match = r"(?s)rank 4 waited 0.2 s \(setting `timeout`\) for the gradients of rank 7.what all"
     with pytest.raises(WaitTimeoutError, match=match):

@@ -14,7 +14,7 @@ import os
 import selectors
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -39,6 +39,7 @@ class Neighbours:
         timeout: seconds that a wait for the others may take.
         check: raises what is known of a failure anywhere in the job; called while waiting.
         explain: says what every rank of the job is doing, where a wait took too long.
+        ended: returns the global ranks whose programs have ended: they say nothing more.
 
     Attributes:
         peers: the positions of the others.
@@ -52,12 +53,14 @@ class Neighbours:
         timeout: float,
         check: Callable[[], None] = lambda: None,
         explain: Callable[[], str] = lambda: "",
+        ended: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self._streams = {peer: stream for peer, stream in enumerate(streams) if stream is not None}
         self._names = names
         self._timeout = timeout
         self._check = check
         self._explain = explain
+        self._ended = ended
         self._unread = {peer: bytearray() for peer in self._streams}
         self._selector = selectors.DefaultSelector()
         for peer, stream in self._streams.items():
@@ -130,17 +133,18 @@ class Neighbours:
         """
         deadline = time.monotonic() + self._timeout + _MARGIN
         while True:
+            ended = list(self._ended())  # before what they said last is heard
             heard = self.listen(_GLANCE)
             if heard:
                 return heard
             self._check()
             needed = speakers()
-            lost = [peer for peer in needed if peer not in self._streams]
-            if lost:
-                raise ConnectionLostError(
-                    f"rank {self._names[lost[0]]} closed its connection to rank "
-                    f"{self._names[self.rank]}, which needs its gradients"
-                )
+            for peer in needed:
+                if peer not in self._streams or self._names[peer] in ended:
+                    raise ConnectionLostError(
+                        f"rank {self._names[peer]} closed its connection to rank "
+                        f"{self._names[self.rank]}, which needs its gradients"
+                    )
             if time.monotonic() > deadline:
                 late = ", ".join(f"rank {self._names[peer]}" for peer in needed)
                 raise WaitTimeoutError(

@@ -44,6 +44,7 @@ class Replicas:
                 runtime.config.timeout,
                 runtime.transport.check,
                 lambda: runtime.engine.waits.explain(),
+                lambda: runtime.watchdog.ended,
             )
             if all(stream is None or stream.is_near for stream in streams):
                 self._neighbours = made
