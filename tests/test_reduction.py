@@ -1,6 +1,7 @@
 """Buckets are reduced once each, while the backward pass goes on, whatever gets a gradient when."""
 
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -276,6 +277,28 @@ def test_gradients_that_nobody_would_average_are_told() -> None:
             train_plainly(model, batch(0))
 
     run_world(2, body)
+
+
+@pytest.mark.world
+def test_a_plain_backward_is_reduced_after_one_that_raised() -> None:
+    def body() -> Any:
+        model = start(m=1)
+
+        def fail(gradient: Tensor) -> None:
+            raise ArithmeticError("in the middle")
+
+        for raises in (True, False):
+            model.zero_grad()
+            x = batch(smp.dp_rank())
+            if raises:
+                x.requires_grad_().register_hook(fail)  # after all parameters
+            loss = model(x).square().mean()
+            with pytest.raises(ArithmeticError) if raises else nullcontext():
+                torch.autograd.backward(loss)
+        return gradients(model)
+
+    for found in run_world(2, body):
+        assert_close(found, mean_gradients(1.0, 0, 1))
 
 
 @pytest.mark.world

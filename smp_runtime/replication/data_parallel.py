@@ -21,6 +21,7 @@ from .reduction import Reduction, Span
 from .replicas import Buffers, Replicas
 
 _OUT, _PRESENT, _REDUCES = 0, 1, 2
+_NO_PASS = -1
 
 
 class Held(NamedTuple):
@@ -75,7 +76,7 @@ class DataParallel:
         self._last_microbatch = 0
         self._num_trainings = 0
         self._has_begun = False
-        self._is_queued = False
+        self._queued_in = _NO_PASS
         self._buffers = Buffers()
         self._reduction: Reduction | None = None
         if replicas.group is not None:
@@ -185,13 +186,15 @@ class DataParallel:
             self._reduction.watch(self._held().parameters, self._queue)
 
     def _queue(self) -> None:
-        if not self._is_accumulating and not self._is_queued:
-            self._is_queued = True
+        # By its number: a pass that raised has forgotten what was queued in it.
+        current: int = torch._C._current_graph_task_id()
+        if not self._is_accumulating and self._queued_in != current:
+            self._queued_in = current
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._reduce_outside)
 
     def _reduce_outside(self) -> None:
-        self._is_queued = False
+        self._queued_in = _NO_PASS
         self._reduces = True
         self.arm()
         assert self._reduction is not None
