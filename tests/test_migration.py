@@ -27,7 +27,12 @@ PAGE = (CHECKOUT / "smp_runtime/smdistributed/MIGRATION.md").read_text()
 OWN_SETTINGS = {
     *("broadcast_inputs", "debug", "timeout", "seed", "stages_per_rank", "tied_weights"),
     *("recompute_ahead", "recompute_ahead_modules", "fp32_grad_accumulation"),
-    *("emulate_clock", "emulated_latency_us", "emulated_bandwidth_gbps"),
+    *(
+        "emulate_clock",
+        "emulated_latency_us",
+        "emulated_bandwidth_gbps",
+        "overlap_parameter_gather",
+    ),
 }
 
 
