@@ -10,12 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+import smp_runtime as smp
 from smp_runtime.messages.transport import Address, Topic, Transport
 from tests.local_ranks import LocalRank, backward, run_ranks
+from tests.replicated_chain import assert_close, batch, gradients, mean_gradients, start, train
 from tests.subjects import SUBJECTS
 from tests.test_engine import WIDTH, chain, pins
 from tests.transparency import Case, check
 from tests.wires import OrderedStream, delays, ordered
+from tests.worlds import run_world
 
 POLICIES = ["interleaved", "simple"]
 Streams = list[list[Any]]
@@ -129,3 +132,21 @@ def test_random_delays_change_nothing(policy: str) -> None:
 def test_a_transparency_case_on_an_ordered_wire_with_delays() -> None:
     with ordered(), delays(0.3):
         check(SUBJECTS[0], 3, [Case(4, policy) for policy in POLICIES])
+
+
+@pytest.mark.world
+def test_replicas_on_an_ordered_wire_average_their_gradients() -> None:
+    def body() -> Any:
+        model = start(2, m=2)
+        found = []
+        for step in range(2):
+            model.zero_grad()
+            train(model, batch(smp.dp_rank() + step))
+            found.append(gradients(model))
+        return found
+
+    with ordered():
+        by_rank = run_world(4, body)
+    for found in by_rank:
+        for step in range(2):
+            assert_close(found[step], mean_gradients(1.0, step, step + 1))

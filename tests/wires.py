@@ -38,6 +38,11 @@ class OrderedStream(wire.Stream):
         self._current = memoryview(b"")
         threading.Thread(target=self._sort, name="ordered wire", daemon=True).start()
 
+    @property
+    def is_near(self) -> bool:
+        """No: ranks on a wire like NCCL's have accelerators, which share no memory."""
+        return False
+
     def send(self, data: bytes | bytearray | memoryview) -> None:
         if not len(data):
             return
