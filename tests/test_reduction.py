@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import smp_runtime as smp
 from smp_runtime.errors import UsageError
 from smp_runtime.messages import shared_memory, wire
+from smp_runtime.messages.wire import Stream
 from smp_runtime.replication import staged_reduction
 from smp_runtime.replication.staged_reduction import StagedReduction
 from tests.replica_subjects import CHAIN
@@ -28,6 +29,12 @@ from tests.replicated_chain import (
 from tests.subjects import WIDTH
 from tests.transparency import build
 from tests.worlds import run_world, run_world_expecting_failure
+
+
+@pytest.fixture
+def sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connects ranks by sockets whatever `--wire` says: only these can hand over memory."""
+    monkeypatch.setattr(wire, "Stream", Stream)
 
 
 @pytest.mark.world
@@ -334,6 +341,7 @@ def test_replicas_that_train_different_parameters_are_told() -> None:
         assert "replicas 0 and 1 train different parameters" in outcome.stderr_text
 
 
+@pytest.mark.usefixtures("sockets")
 @pytest.mark.world
 @pytest.mark.parametrize("place", ["one machine", "two machines", "little memory"])
 def test_replicas_on_one_machine_add_up_in_shared_memory(place: str) -> None:
@@ -429,6 +437,7 @@ def test_a_hook_takes_over_from_shared_memory() -> None:
         assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.usefixtures("sockets")
 @pytest.mark.world
 def test_a_replica_that_is_gone_is_named_by_those_that_need_its_gradients() -> None:
     def body() -> None:
@@ -444,6 +453,7 @@ def test_a_replica_that_is_gone_is_named_by_those_that_need_its_gradients() -> N
     assert "rank 1 closed its connection to rank 0, which needs its gradients" in first.stderr_text
 
 
+@pytest.mark.usefixtures("sockets")
 @pytest.mark.world
 def test_a_replica_that_ends_early_is_named() -> None:
     def body() -> None:
