@@ -101,7 +101,7 @@ class Team:
         assert rank.stdout is not None
         line = rank.stdout.readline()
         if not line:
-            self.close()
+            self.end_ranks()
             for log in self.logs:
                 log.seek(0)
             said = "\n".join(f"rank {i}: {log.read()[-4000:]}" for i, log in enumerate(self.logs))
@@ -113,6 +113,11 @@ class Team:
         self.steps.append(self.turn(num_steps)[0])
 
     def close(self) -> None:
+        self.end_ranks()
+        for log in self.logs:
+            log.close()
+
+    def end_ranks(self) -> None:
         """Ends the ranks: they leave when their input ends."""
         for rank in self.ranks:
             assert rank.stdin is not None
@@ -123,6 +128,8 @@ class Team:
             except subprocess.TimeoutExpired:
                 rank.kill()
                 rank.wait()
+            assert rank.stdout is not None
+            rank.stdout.close()
 
 
 def free_port() -> int:
