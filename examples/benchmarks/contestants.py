@@ -1,10 +1,10 @@
-"""Who runs against whom, in which order they are started."""
+"""Who runs against whom, and what each of them does."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import psutil
 from job import Job
 from shape import Shape
 from team import Team
@@ -13,70 +13,82 @@ ONE, WHOLE, TOGETHER = "one process", "one process, whole batch", "two processes
 OURS, LOOPED = "this runtime", "this runtime, looped"
 CHECKPOINTED = ", checkpointed"
 TORCH, TORCH_LOOPED = "torch 1F1B", "torch Interleaved1F1B"
+TORCH_EQUAL, TORCH_GPIPE = f"{TORCH}, equal layers", "torch GPipe"
+REPLICAS = "data parallel"
+
+REFERENCES = (ONE, TOGETHER, OURS)  # what all others are compared with
+# Those of one group are compared with each other too.
+GROUPS = (
+    (TORCH, TORCH + CHECKPOINTED),
+    (TORCH_EQUAL,),
+    (LOOPED, TORCH_LOOPED),
+    (OURS + CHECKPOINTED,),
+    (REPLICAS,),
+    (TORCH_GPIPE,),
+    (WHOLE,),
+)
 
 
-def start_all(shape: Shape, m: int, only: Sequence[str]) -> tuple[dict[str, Team], list[str]]:
-    """Starts one process or two for each contestant, one contestant after the other.
+def is_wanted(name: str, only: Sequence[str]) -> bool:
+    """Says whether a contestant runs if the user has asked for these parts of names."""
+    return not only or name in (ONE, TOGETHER) or any(word in name for word in only)
 
-    torch's schedules get the split that this runtime has chosen, and where that is not the one
-    with equal layers, 1F1B gets that as well. All stay in memory at once, those first that matter
-    most.
 
-    Returns:
-        The teams, and the names of those that were left out because memory ran short.
+def groups(shape: Shape, only: Sequence[str], teams: Mapping[str, Team]) -> list[list[str]]:
+    """Returns the groups of those that run; `teams` are the references.
+
+    Equal layers are left out where this runtime has chosen them, for torch gets its choice anyway.
     """
-    teams: dict[str, Team] = {}
-    left_out: list[str] = []
-    taken: list[int] = []
-
-    def start(name: str, job: Job) -> None:
-        if only and name not in (ONE, TOGETHER) and not any(word in name for word in only):
-            return
-        available = psutil.virtual_memory().available
-        if has_room(taken, available):
-            teams[name] = Team(name, job)
-            taken.append(available - psutil.virtual_memory().available)
-        else:
-            left_out.append(name)
-
-    def start_torch(
-        name: str, schedule: str, num_layers: list[int], checkpoints: bool = False
-    ) -> None:
-        options = {"schedule": schedule, "num_layers": num_layers, "checkpoints": checkpoints}
-        start(name, Job("torch_pipelining", shape, m, 2, options=options))
-
-    start(ONE, Job("one_process", shape, m))
-    start(TOGETHER, Job("one_process", shape, m, 2, is_one_world=False))
-    start(OURS, Job("this_runtime", shape, m, 2))
-    start(LOOPED, Job("this_runtime", shape, m, 2, options={"stages_per_rank": 2}))
-    equal = [shape.num_layers // 2] * 2
-    ours = split_of(teams.get(OURS)) or equal
-    start_torch(TORCH, "1F1B", ours)
-    if ours != equal:
-        start_torch(f"{TORCH}, equal layers", "1F1B", equal)
-    looped = split_of(teams.get(LOOPED)) or [shape.num_layers // 4] * 4
-    start_torch(TORCH_LOOPED, "Interleaved1F1B", looped)
-    start(OURS + CHECKPOINTED, Job("this_runtime", shape, m, 2, options={"checkpoints": True}))
-    start_torch(TORCH + CHECKPOINTED, "1F1B", ours, checkpoints=True)
-    # Microbatches of the same size as a pipeline's, so each rank has half of their number.
-    start("data parallel", Job("replicated", shape, max(m // 2, 1), 2, options={"way": "ddp"}))
-    start_torch("torch GPipe", "GPipe", ours)
-    start(WHOLE, Job("one_process", shape, 1))
-    return teams, left_out
+    is_equal = split_of(teams, OURS, shape, 2) == equal_split(shape, 2)
+    wanted = [
+        [n for n in group if is_wanted(n, only) and not (n == TORCH_EQUAL and is_equal)]
+        for group in GROUPS
+    ]
+    return [group for group in wanted if group]
 
 
-def has_room(taken: Sequence[int], available: int) -> bool:
-    """Says whether there is memory for one more.
-
-    It may need half as much again as any so far, and those grow by a half after their first step.
+def job_of(name: str, shape: Shape, m: int, teams: Mapping[str, Team]) -> Job:
+    """Returns what a contestant does; torch's schedules get the split that this runtime has chosen.
 
     Args:
-        taken: the bytes by which each of those so far has reduced what is available.
-        available: bytes that are left.
+        name: the contestant's.
+        shape: what it trains.
+        m: number of microbatches.
+        teams: those that run already.
     """
-    return available > 1.5 * max(taken, default=0) + sum(taken) / 2
+    ours, looped = split_of(teams, OURS, shape, 2), split_of(teams, LOOPED, shape, 4)
+
+    def this_runtime(**options: Any) -> Job:
+        return Job("this_runtime", shape, m, 2, options=options)
+
+    def torch(schedule: str, num_layers: list[int], checkpoints: bool = False) -> Job:
+        options = {"schedule": schedule, "num_layers": num_layers, "checkpoints": checkpoints}
+        return Job("torch_pipelining", shape, m, 2, options=options)
+
+    return {
+        ONE: Job("one_process", shape, m),
+        TOGETHER: Job("one_process", shape, m, 2, is_one_world=False),
+        WHOLE: Job("one_process", shape, 1),
+        OURS: this_runtime(),
+        OURS + CHECKPOINTED: this_runtime(checkpoints=True),
+        LOOPED: this_runtime(stages_per_rank=2),
+        TORCH: torch("1F1B", ours),
+        TORCH + CHECKPOINTED: torch("1F1B", ours, checkpoints=True),
+        TORCH_EQUAL: torch("1F1B", equal_split(shape, 2)),
+        TORCH_LOOPED: torch("Interleaved1F1B", looped),
+        TORCH_GPIPE: torch("GPipe", ours),
+        # Microbatches of the same size as a pipeline's, so each rank has half of their number.
+        REPLICAS: Job("replicated", shape, max(m // 2, 1), 2, options={"way": "ddp"}),
+    }[name]
 
 
-def split_of(team: Team | None) -> list[int] | None:
-    """Returns how many blocks end in each stage."""
-    return team.details[0]["num_layers"] if team else None
+def split_of(teams: Mapping[str, Team], name: str, shape: Shape, num_stages: int) -> list[int]:
+    """Returns how many blocks end in each stage: as this team has it, else equal numbers."""
+    if name not in teams:
+        return equal_split(shape, num_stages)
+    split: list[int] = teams[name].details[0]["num_layers"]
+    return split
+
+
+def equal_split(shape: Shape, num_stages: int) -> list[int]:
+    return [shape.num_layers // num_stages] * num_stages

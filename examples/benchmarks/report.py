@@ -1,17 +1,22 @@
-"""What comes out: tables of medians and ratios."""
+"""What comes out: tables of medians and ratios.
+
+A contestant's numbers come from its heat; those of the references from the first one, except where
+they are compared with another contestant: then from that one's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
 from contestants import CHECKPOINTED, LOOPED, ONE, OURS, TOGETHER, TORCH, TORCH_LOOPED, WHOLE
+from heats import Teams
 from rich.console import Console
 from rich.table import Table
 from team import Step, Team
 
-Teams = Mapping[str, Team]
+Heats = Sequence[Teams]
 
 WALL_COLUMNS = ("s/step", "x one", "of ideal", "of reachable", "ours is")
 CLOCK_COLUMNS = ("emulated s", "x one", "of ideal")
@@ -32,68 +37,102 @@ def ratio(teams: Teams, above: str, below: str) -> float:
     return median(a.seconds / b.seconds for a, b in pairs)
 
 
-def show(teams: Teams, m: int, console: Console) -> None:
-    show_contestants(teams, m, console)
+def once(heats: Heats) -> Iterator[tuple[int, str]]:
+    """Yields the name of each contestant after the number of the first heat that it runs in."""
+    for number, teams in enumerate(heats):
+        yield from ((number, name) for name in teams if number == 0 or name not in heats[0])
+
+
+def heat_of(heats: Heats, *names: str) -> Teams | None:
+    """Returns the first heat in which all of these run."""
+    return next((teams for teams in heats if set(names) <= teams.keys()), None)
+
+
+def show(heats: Heats, m: int, console: Console) -> None:
+    show_contestants(heats, m, console)
     for name in (OURS, LOOPED):
-        if name in teams:
+        if teams := heat_of(heats, name):
             show_breakdown(teams[name], console)
-    show_checkpointing(teams, console)
+    show_checkpointing(heats, console)
 
 
-def show_contestants(teams: Teams, m: int, console: Console) -> None:
-    ideal = 2 * m / (m + 1)
-    both = 2 * ratio(teams, ONE, TOGETHER)
+def show_contestants(heats: Heats, m: int, console: Console) -> None:
     table = Table(caption_justify="left")
     table.add_column(no_wrap=True, overflow="fold")
-    for head in (*WALL_COLUMNS, *CLOCK_COLUMNS, *OTHER_COLUMNS):
+    heads = (*WALL_COLUMNS, *CLOCK_COLUMNS, *OTHER_COLUMNS)
+    for head in heads if len(heats) == 1 else ("heat", *heads):
         table.add_column(head, justify="right")
-    clock = middle(teams[ONE], lambda step: step.emulated)
-    alone = middle(teams[TOGETHER], cpu) / 2
-    for name, team in teams.items():
-        gain = ratio(teams, ONE, name)
-        pipeline = team.job.num_ranks == 2 and name != TOGETHER
-        rival = LOOPED if name == TORCH_LOOPED else OURS
-        emulated = middle(team, lambda step: step.emulated)
-        extra = (middle(team, cpu) - alone) / (2 * m) * 1000
-        table.add_row(
-            f"{name} {team.job.options.get('num_layers', '')}",
-            f"{seconds(team):.3f}",
-            f"{gain:.3f}" if name != TOGETHER else f"{both:.3f}",
-            f"{gain / ideal:.1%}" if pipeline else "",
-            f"{gain / (ideal * both / 2):.1%}" if pipeline else "",
-            f"x {ratio(teams, name, rival):.3f}" if pipeline and rival in teams else "",
-            f"{emulated:.3f}",
-            f"{clock / emulated:.3f}" if pipeline else "",
-            f"{clock / emulated / ideal:.1%}" if pipeline else "",
-            " ".join(f"{peak / 2**20:.0f}" for peak in team.steps[-1].peak_bytes),
-            f"{middle(team, lambda step: step.user):.2f}",
-            f"{middle(team, lambda step: step.system):.2f}",
-            f"{extra:.1f}" if pipeline else "",
-            f"{team.seconds_to_first_step:.1f}",
-            f"{team.steps[-1].losses[-1]:.6f}",
-        )
-    table.caption = explain(teams, ideal, both)
+    for number, name in once(heats):
+        title = f"{name} {heats[number][name].job.options.get('num_layers', '')}"
+        heat = [str(number + 1)] if len(heats) > 1 else []
+        table.add_row(title, *heat, *cells(heats[number], name, m))
+    table.caption = explain(heats, m)
     console.print(table)
 
 
-def explain(teams: Teams, ideal: float, both: float) -> str:
+def ideal_gain(m: int) -> float:
+    return 2 * m / (m + 1)
+
+
+def of_both(teams: Teams) -> float:
+    """Returns the throughput of two processes at once over that of one."""
+    return 2 * ratio(teams, ONE, TOGETHER)
+
+
+def cells(teams: Teams, name: str, m: int) -> list[str]:
+    """Returns what the table of contestants says about one of them."""
+    team, ideal, both = teams[name], ideal_gain(m), of_both(teams)
+    gain = ratio(teams, ONE, name)
+    pipeline = team.job.num_ranks == 2 and name != TOGETHER
+    rival = LOOPED if name == TORCH_LOOPED else OURS
+    emulated = middle(team, lambda step: step.emulated)
+    clock = middle(teams[ONE], lambda step: step.emulated)
+    extra = (middle(team, cpu) - middle(teams[TOGETHER], cpu) / 2) / (2 * m) * 1000
+    return [
+        f"{seconds(team):.3f}",
+        f"{gain:.3f}" if name != TOGETHER else f"{both:.3f}",
+        f"{gain / ideal:.1%}" if pipeline else "",
+        f"{gain / (ideal * both / 2):.1%}" if pipeline else "",
+        f"x {ratio(teams, name, rival):.3f}" if pipeline and rival in teams else "",
+        f"{emulated:.3f}",
+        f"{clock / emulated:.3f}" if pipeline else "",
+        f"{clock / emulated / ideal:.1%}" if pipeline else "",
+        " ".join(f"{peak / 2**20:.0f}" for peak in team.steps[-1].peak_bytes),
+        f"{middle(team, lambda step: step.user):.2f}",
+        f"{middle(team, lambda step: step.system):.2f}",
+        f"{extra:.1f}" if pipeline else "",
+        f"{team.seconds_to_first_step:.1f}",
+        f"{team.steps[-1].losses[-1]:.6f}",
+    ]
+
+
+def explain(heats: Heats, m: int) -> str:
+    ideal, both = ideal_gain(m), of_both(heats[0])
     text = (
         f"x one: throughput over {ONE} with the same microbatch size; its ideal: 2m/(m+1) = "
         f"{ideal:.3f}\nreachable: ideal x what two processes reach together, {both:.3f} of 2 = "
         f"{ideal * both / 2:.3f}"
     )
-    if WHOLE in teams:
+    if teams := heat_of(heats, WHOLE):
         small = ratio(teams, WHOLE, ONE)
         text += (
             f"; x {small:.3f} for the smaller microbatch = {ideal * both / 2 * small:.3f} over "
             "one process with the whole batch"
         )
-    return (
-        f"{text}\nours is: so many times faster than this one, turn by turn\nemulated: by CPU "
+    text += (
+        "\nours is: so many times faster than this one, turn by turn\nemulated: by CPU "
         "time, as if each rank had a core of its own and transfers were free\nextra: CPU time "
-        f"above that of {TOGETHER}, per microbatch and rank\nturns: {len(teams[ONE].steps)}; load "
-        f"of the machine: {load()}"
+        f"above that of {TOGETHER}, per microbatch and rank"
     )
+    if len(heats) > 1:
+        again = ", ".join(name for name in heats[0] if name in heats[1])
+        text += (
+            f"\nheat: memory is too short for all at once; {again} run in every heat, and ratios "
+            "come from turns of the same heat;\ntheir own rows, and what two processes reach "
+            "together as given above, are those of the first heat"
+        )
+    turns = f"{len(heats[0][ONE].steps)}{' in each heat' if len(heats) > 1 else ''}"
+    return f"{text}\nturns: {turns}; load of the machine: {load()}"
 
 
 def cpu(step: Step) -> float:
@@ -135,9 +174,13 @@ def show_breakdown(team: Team, console: Console) -> None:
     console.print(table)
 
 
-def show_checkpointing(teams: Teams, console: Console) -> None:
+def show_checkpointing(heats: Heats, console: Console) -> None:
     """Shows what checkpointing every block costs in time and saves in memory."""
-    pairs = [name for name in (OURS, TORCH) if {name, name + CHECKPOINTED} <= teams.keys()]
+    pairs = {
+        name: teams
+        for name in (OURS, TORCH)
+        if (teams := heat_of(heats, name, name + CHECKPOINTED))
+    }
     if not pairs:
         return
     table = Table(title="every block checkpointed", title_justify="left", caption_justify="left")
@@ -153,7 +196,7 @@ def show_checkpointing(teams: Teams, console: Console) -> None:
         table.add_column(head, justify="right")
     for head in ("saved MiB without", "with", "recomputing ms", "while idle"):
         table.add_column(head, justify="right")
-    for name in pairs:
+    for name, teams in pairs.items():
         before, after = teams[name], teams[name + CHECKPOINTED]
         emulated = [middle(team, lambda step: step.emulated) for team in (before, after)]
         table.add_row(
@@ -190,10 +233,10 @@ def per_rank(team: Team, key: str, scale: float) -> str:
     return " ".join(f"{scale * value:.0f}" for value in of_ranks(team, key))
 
 
-def show_bars(teams: Teams, console: Console) -> None:
+def show_bars(heats: Heats, console: Console) -> None:
     """Says which bars are met."""
     for name, rival in ((OURS, TORCH), (LOOPED, TORCH_LOOPED)):
-        if name in teams and rival in teams:
+        if teams := heat_of(heats, name, rival):
             speed = ratio(teams, rival, name)
             emulated = middle(teams[rival], lambda step: step.emulated) / middle(
                 teams[name], lambda step: step.emulated
@@ -207,8 +250,12 @@ def show_bars(teams: Teams, console: Console) -> None:
             )
 
 
-def check_losses(teams: Teams, console: Console) -> None:
-    """Says whether all contestants train the same: equal losses after the same steps."""
+def check_losses(heats: Heats, console: Console) -> None:
+    """Says whether all contestants train the same: equal losses after the same steps.
+
+    In their first heat all have run the same number of steps, whichever heat that is.
+    """
+    teams = {name: heats[number][name] for number, name in once(heats)}
     for name, team in teams.items():
         difference = max(
             abs(a - b) / abs(b)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import socket
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from emulation import emulated_seconds
 from job import Job, Turn
 
@@ -111,6 +113,15 @@ class Team:
     def compete(self, num_steps: int) -> None:
         """Takes one measured turn."""
         self.steps.append(self.turn(num_steps)[0])
+
+    def resident_bytes(self) -> int:
+        return sum(psutil.Process(rank.pid).memory_info().rss for rank in self.ranks)
+
+    def for_another_heat(self) -> Team:
+        """Returns a team of the same ranks that has no measured turns yet."""
+        again = copy.copy(self)
+        again.steps = []
+        return again
 
     def close(self) -> None:
         self.end_ranks()
