@@ -363,4 +363,4 @@ def _put_back(hooks: dict[int, Any], identity: int, hook: Any) -> None:
 
 def _key_address(key: Any, owner: int) -> Address:
     digest = blake2b(repr(key).encode(), digest_size=8).digest()
-    return Address(Topic.STRUCTURE, -1, -1, int.from_bytes(digest, "big"), owner)
+    return Address(Topic.STRUCTURE, -1, -1, int.from_bytes(digest, "big", signed=True), owner)

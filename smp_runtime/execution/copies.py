@@ -14,6 +14,7 @@ import torch
 
 from .. import device
 from ..errors import PathMismatchError
+from ..messages.heads import Edge
 from ..messages.transport import Address, Message, Topic
 from .values import Fresh, Operand, Value
 
@@ -74,8 +75,7 @@ class Copies:
         if carries:
             self._body.segments.add_root(value.depth, real, transfer, target)
         address = self._body.address(Topic.DATA, transfer, self._body.rank)
-        content = (value.origin, value.meta.shape, value.meta.dtype)
-        self._body.engine.transport.send(target, address, content, [real.detach()])
+        self._body.engine.transport.send(target, address, _edge_of(value), [real.detach()])
 
     def base(self, tensor: torch.Tensor, value: Value) -> torch.Tensor:
         """Returns the real tensor of a value that this rank owns."""
@@ -123,21 +123,23 @@ class Copies:
         return data
 
     def _check_edge(self, value: Value, message: Message, address: Address) -> None:
-        expected = (value.origin, value.meta.shape, value.meta.dtype)
+        expected = _edge_of(value)
         if message.content != expected:
             name = self._body.engine.transport.name
             raise PathMismatchError(
                 f"microbatch {address.microbatch}, transfer {address.number}: rank "
-                f"{name(address.source)} sent {_edge(message.content)}, but rank "
-                f"{name(self._body.rank)} "
-                f"expects {_edge(expected)}. Every rank must take the same path through the step; "
-                "look for a branch that depends on the rank, on time, or on random numbers drawn "
-                "outside the step"
+                f"{name(address.source)} sent {_describe(message.content)}, but rank "
+                f"{name(self._body.rank)} expects {_describe(expected)}. Every rank must take the "
+                "same path through the step; look for a branch that depends on the rank, on time, "
+                "or on random numbers drawn outside the step"
             )
 
 
-def _edge(content: Any) -> str:
-    if not isinstance(content, tuple) or len(content) != 3:
+def _edge_of(value: Value) -> Edge:
+    return Edge(value.origin, value.meta.shape, value.meta.dtype)
+
+
+def _describe(content: Any) -> str:
+    if not isinstance(content, Edge):
         return repr(content)
-    origin, shape, dtype = content
-    return f"{origin} ({str(dtype).removeprefix('torch.')}{list(shape)})"
+    return f"{content.origin} ({str(content.dtype).removeprefix('torch.')}{list(content.shape)})"

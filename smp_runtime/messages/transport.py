@@ -3,8 +3,8 @@
 A message is addressed: kind, step, microbatch and number say what it is, and the receiver finds
 it in its mailbox under that address, in whatever order messages come. One thread per peer does
 nothing but receive, so a send never waits for the peer's program, only for its thread, and no
-order of sends can block. A message is a prefix of fixed size, its Python content, and the bytes of
-its tensors.
+order of sends can block. A message is a prefix of fixed size with the address, a head (`heads`)
+and the bytes of its tensors.
 
 Failures travel the same way: a rank that fails tells all others why, and a peer that vanishes is
 noticed by the thread that listens to it.
@@ -12,7 +12,6 @@ noticed by the thread that listens to it.
 
 from __future__ import annotations
 
-import pickle
 import struct
 import threading
 import time
@@ -26,11 +25,12 @@ import torch
 
 from ..errors import PeerError
 from ..tensors import as_bytes, from_bytes, meta_of
+from .heads import Heads
 from .standing import Standing
-from .unpickling import load_data
 from .wire import Stream
 
-_PREFIX = struct.Struct("<IIqd")  # magic, length of head, length of body, sender's clock
+# Magic, length of head, length of body, sender's clock, address.
+_PREFIX = struct.Struct("<IIqdBqqqi")
 _MAGIC = 0x534D5031
 _ALIGNMENT = 64
 _SMALL = 65536
@@ -117,6 +117,7 @@ class Transport:
         self._streams = list(streams)
         self._locks = [threading.Lock() for _ in streams]
         self._read_clock = read_clock
+        self._heads = Heads()
         self._num_sent: Counter[int] = Counter()
         self._num_received: Counter[int] = Counter()
         self._mailbox: dict[Address, Message] = {}
@@ -148,17 +149,16 @@ class Transport:
     ) -> None:
         """Sends a message; its tensors may change as soon as this returns."""
         metas = [meta_of(tensor)._replace(requires_grad=False) for tensor in tensors]
-        head = pickle.dumps((tuple(address), content, metas), pickle.HIGHEST_PROTOCOL)
-        num_bytes = sum(_padded(meta.num_bytes) for meta in metas)
-        parts: list[bytes | memoryview] = [
-            _PREFIX.pack(_MAGIC, len(head), num_bytes, self._read_clock()),
-            head,
-        ]
+        head = self._heads.pack(content, metas)
+        num_bytes = sum([_padded(meta.num_bytes) for meta in metas])
+        prefix = _PREFIX.pack(_MAGIC, len(head), num_bytes, self._read_clock(), *address)
+        parts: list[bytes | memoryview] = [prefix + head]
         for tensor, meta in zip(tensors, metas, strict=True):
             if meta.num_elements:
                 parts.append(as_bytes(tensor).numpy().data)
-            parts.append(bytes(_padded(meta.num_bytes) - meta.num_bytes))
-        if len(head) + num_bytes < _SMALL:
+            if padding := _padded(meta.num_bytes) - meta.num_bytes:
+                parts.append(bytes(padding))
+        if len(parts) > 1 and len(head) + num_bytes < _SMALL:
             parts = [b"".join(parts)]
         if address.topic is not Topic.STANDING:
             self._num_sent[peer] += 1
@@ -334,12 +334,12 @@ class Transport:
                 self.put(address, message)
 
     def _read(self, peer: int, stream: Stream, prefix: bytearray) -> tuple[Address, Message]:
-        magic, head_bytes, body_bytes, clock = _PREFIX.unpack(prefix)
+        magic, head_bytes, body_bytes, clock, topic, *numbers = _PREFIX.unpack(prefix)
         if magic != _MAGIC:
             raise ValueError("it sent something that is no message")
         head = bytearray(head_bytes)
         stream.receive_into(memoryview(head))
-        address, content, metas = load_data(head)
+        content, metas = self._heads.unpack(bytes(head))
         body = torch.empty(body_bytes, dtype=torch.uint8)
         if body_bytes:
             stream.receive_into(body.numpy().data)
@@ -347,7 +347,6 @@ class Transport:
         for meta in metas:
             tensors.append(from_bytes(body, offset, meta))
             offset += _padded(meta.num_bytes)
-        topic, *numbers = address
         return Address(Topic(topic), *numbers), Message(content, tensors, clock, body_bytes)
 
     def hear(self, failure: PeerError) -> bool:
