@@ -112,14 +112,16 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
     The result may share memory with `tensor`: copy it before the tensor may change.
     """
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    order = _memory_order(meta_of(plain))
-    if order is not None:
-        plain = plain.permute(order)
-    plain = plain.contiguous().reshape(-1).cpu()
-    if plain.dtype.is_complex:
-        plain = torch.view_as_real(plain).reshape(-1)
-    return plain.view(torch.uint8)
+    plain = tensor.detach()
+    if plain.is_complex() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()
+    if not plain.is_contiguous():
+        order = _memory_order(meta_of(plain))
+        if order is not None:
+            plain = plain.permute(order)
+        plain = plain.contiguous()
+    flat = plain.view(-1).cpu()
+    return flat.view(torch.uint8)
 
 
 def from_bytes(buffer: torch.Tensor, offset: int, meta: TensorMeta) -> torch.Tensor:

@@ -111,6 +111,11 @@ def test_gaps_and_repetitions_are_not_kept(tensor: torch.Tensor, stride: tuple[i
     assert torch.equal(result, tensor)
 
 
+def test_odd_strides_of_dimensions_of_size_1_move_no_value() -> None:
+    tensor = torch.arange(6.0).as_strided((1, 3, 1, 2), (1, 2, 50, 1))
+    assert torch.equal(through_bytes(tensor), tensor)
+
+
 def test_conjugated_and_negated_views_arrive_as_values() -> None:
     complex_numbers = torch.tensor([1 + 2j, 3 - 4j])
     assert through_bytes(complex_numbers.conj()).tolist() == [1 - 2j, 3 + 4j]
