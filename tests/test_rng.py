@@ -249,6 +249,25 @@ def test_a_host_state_is_shared_until_something_is_drawn(draw: Callable[[], floa
     assert HostRandomState.now() is HostRandomState.now()
 
 
+@pytest.mark.parametrize(
+    "draw", [random.random, lambda: random.gauss(0, 1), np.random.rand, np.random.randn]
+)
+def test_the_state_of_a_seed_is_that_of_seeding(draw: Callable[[], float]) -> None:
+    rng.seed_host(5)
+    expected = [draw(), draw(), draw()]
+    seeded = HostRandomState.seeded(5)
+    assert HostRandomState.now() is seeded
+    assert draw() == expected[0]
+    assert HostRandomState.now() is not seeded
+    later = HostRandomState.now()
+    for _ in range(2):
+        assert [draw(), draw()] == expected[1:]
+        seeded.restore()
+        assert HostRandomState.now() is seeded
+        assert [draw(), draw(), draw()] == expected
+        later.restore()
+
+
 @pytest.mark.filterwarnings("ignore:get_state and legacy:RuntimeWarning")
 def test_another_kind_of_numpy_generator_is_never_taken_for_unchanged() -> None:
     usual = np.random.get_bit_generator()

@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 
 import torch
 
@@ -21,7 +22,7 @@ from .. import device
 from .body import set_current_body
 from .clock import Clock
 from .reports import Reports
-from .rng import host_random_state, set_host_random_state
+from .rng import HostRandomState
 from .runs import Abandoned, Run
 from .thread_state import ThreadState
 
@@ -57,7 +58,7 @@ class BodyThreads:
     def __init__(self, clock: Clock, reports: Reports) -> None:
         self._clock = clock
         self._reports = reports
-        self._idle = threading.Semaphore(0)
+        self._idle: SimpleQueue[None] = SimpleQueue()  # a semaphore, but without Python in it
         self._is_aborted = False
 
     # -- called by the main thread -----------------------------------------------------------
@@ -83,13 +84,13 @@ class BodyThreads:
             run.state = "running"
             run.thread.start()
         else:
-            run.go.release()
-        self._idle.acquire()
+            run.go.put(None)
+        self._idle.get()
 
     def run(self, run: Run, live: Callable[[], None]) -> None:
         """Runs a body to its end in the calling thread; what it raises is left in the run."""
         self._live(run, live, None)
-        self._idle.acquire()
+        self._idle.get()
 
     def abandon(self, runs: Sequence[Run]) -> None:
         """Unwinds the suspended bodies of a step that failed, and waits for that a little.
@@ -99,7 +100,7 @@ class BodyThreads:
         self._is_aborted = True
         suspended = [run for run in runs if run.state == "waiting"]
         for run in suspended:
-            run.go.release()
+            run.go.put(None)
         deadline = time.monotonic() + _UNWINDING
         for run in suspended:
             if run.thread is not None:
@@ -115,16 +116,16 @@ class BodyThreads:
     def suspend(self, run: Run) -> None:
         """Stops the calling body until the main thread resumes it."""
         run.state = "waiting"
-        saved = host_random_state(), device.random_state()
+        saved = HostRandomState.now(), device.random_state()
         run.kept = self._reports.kept_attributes()
         self._clock.pause()
-        self._idle.release()
-        run.go.acquire()
+        self._idle.put(None)
+        run.go.get()
         if self._is_aborted:
             raise Abandoned
         self._clock.resume()
         # Another body ran meanwhile: this one must find the world as it left it.
-        set_host_random_state(saved[0])
+        saved[0].restore()
         device.set_random_state(saved[1])
         self.restore(run)
         run.state = "running"
@@ -145,4 +146,4 @@ class BodyThreads:
             run.body.backward_depth = -1
             set_current_body(None)
             self._clock.pause()
-            self._idle.release()
+            self._idle.put(None)

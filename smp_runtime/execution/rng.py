@@ -93,7 +93,7 @@ class RandomStreams:
 
     def begin(self) -> None:
         """Takes over torch's, Python's and NumPy's generators for the body."""
-        seed_host(self._seed_of(self._frames[0]))
+        HostRandomState.seeded(self._seed_of(self._frames[0]))
         device.seed_generators(self._bookmark)
 
     @contextmanager
@@ -110,7 +110,7 @@ class RandomStreams:
             self._calls[path] = call + 1
         frame = _Frame(path, call)
         self._frames.append(frame)
-        saved = host_random_state() if with_host else None
+        saved = HostRandomState.now() if with_host else None
         if with_host:
             seed_host(self._next_seed(frame))
         try:
@@ -118,7 +118,7 @@ class RandomStreams:
         finally:
             self._frames.pop()
             if saved is not None:
-                set_host_random_state(saved)
+                saved.restore()
 
     @contextmanager
     def draw(self) -> Iterator[None]:
@@ -210,15 +210,27 @@ class HostRandomState:
     NumPy copies its state in some 40 us, so the memory of its generator is compared instead. That
     memory lacks the second one of a pair of normal numbers, which waits to be drawn: a state with
     one is never taken for another. From a state without one, any draw changes the memory.
+    NumPy also takes longer to put a state back than to be seeded again, so a state that is that of
+    a seed remembers the seed.
     """
 
-    __slots__ = ("_memory", "_states")
+    __slots__ = ("_memory", "_seed", "_states")
 
     _latest: ClassVar[HostRandomState | None] = None
 
-    def __init__(self, states: tuple[Any, Any], memory: bytes | None) -> None:
+    def __init__(
+        self, states: tuple[Any, Any], memory: bytes | None, seed: int | None = None
+    ) -> None:
         self._states = states
         self._memory = memory
+        self._seed = seed
+
+    @classmethod
+    def seeded(cls, seed: int) -> HostRandomState:
+        """Seeds the generators and returns the state that they are in then."""
+        seed_host(seed)
+        latest = cls._latest = cls((random.getstate(), None), _numpy_memory(), seed)
+        return latest
 
     @classmethod
     def now(cls) -> HostRandomState:
@@ -240,7 +252,10 @@ class HostRandomState:
 
     def restore(self) -> None:
         """Puts the states in place."""
-        set_host_random_state(self._states)
+        if self._seed is None:
+            set_host_random_state(self._states)
+        else:
+            seed_host(self._seed)
         HostRandomState._latest = self
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class Run:
         unsettled: tensors of the script that wait for what another rank made of them.
         kept: what modules kept in attributes when the body stopped last.
         error: what it raised.
-        go: released when it may go on.
+        go: gets an item when it may go on.
     """
 
     body: Body
@@ -59,7 +60,7 @@ class Run:
     unsettled: list[tuple[torch.Tensor, Address]] = field(default_factory=list)
     kept: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
     error: BaseException | None = None
-    go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    go: SimpleQueue[None] = field(default_factory=SimpleQueue)
 
 
 @dataclass
