@@ -23,6 +23,7 @@ class PlacedModule(NamedTuple):
         stage: the stage that it belongs to.
         modules: it and its submodules with their names.
         watched: those of them that may keep tensors in attributes.
+        keepers: the same without their names.
         hook_tables: the tables of their forward hooks.
         parameters: their parameters.
     """
@@ -33,6 +34,7 @@ class PlacedModule(NamedTuple):
     stage: int
     modules: tuple[tuple[str, nn.Module], ...]
     watched: tuple[tuple[str, nn.Module], ...]
+    keepers: tuple[nn.Module, ...]
     hook_tables: tuple[dict[int, Any], ...]
     parameters: tuple[nn.Parameter, ...]
 
@@ -53,9 +55,17 @@ def placed_module(module: nn.Module, path: str, owner: int, stage: int) -> Place
     hook_tables = tuple(
         table for _, part in modules for table in (part._forward_hooks, part._forward_pre_hooks)
     )
-    parameters = tuple(module.parameters())
-    origin = f"the output of {path or 'the model'}"
-    return PlacedModule(path, origin, owner, stage, modules, watched, hook_tables, parameters)
+    return PlacedModule(
+        path=path,
+        origin=f"the output of {path or 'the model'}",
+        owner=owner,
+        stage=stage,
+        modules=modules,
+        watched=watched,
+        keepers=tuple(module for _, module in watched),
+        hook_tables=hook_tables,
+        parameters=tuple(module.parameters()),
+    )
 
 
 def keeps_nothing(module: nn.Module) -> bool:
