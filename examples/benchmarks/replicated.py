@@ -1,7 +1,8 @@
 """Replicas of one model, trained by this runtime or by torch's DistributedDataParallel.
 
 The job's option `way` says how gradients are reduced: `overlapped` with the backward pass, `after`
-it, `never` (each replica keeps its own), or by torch: `ddp`, and `ddp never` without reduction.
+it, `never` (each replica keeps its own), or by torch: `ddp`, `ddp never` without reduction, and
+`ddp after`, one all-reduce of all gradients after the backward pass.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def build_ddp(job: Job) -> Trainer:
     optimizer = make_optimizer(job.shape, model.parameters())
     mine = make_batch(job.shape).chunk(dist.get_world_size())[dist.get_rank()]
     microbatches = mine.chunk(job.num_microbatches)
-    is_never = job.options["way"] == "ddp never"
+    way = job.options["way"]
     cpu = [0.0, 0.0]
 
     def step() -> float:
@@ -72,14 +73,23 @@ def build_ddp(job: Job) -> Trainer:
         optimizer.zero_grad()
         total = torch.zeros(())
         for i, tokens in enumerate(microbatches):
-            syncs = i == len(microbatches) - 1 and not is_never
+            syncs = i == len(microbatches) - 1 and way == "ddp"
             with contextlib.nullcontext() if syncs else model.no_sync():
                 loss = model(input_ids=tokens, labels=tokens).loss / len(microbatches)
                 loss.backward()
             total += loss.detach()
+        if way == "ddp after":
+            reduce_at_once([p.grad for p in model.parameters() if p.grad is not None])
         optimizer.step()
         cpu[1] = time.thread_time()
         dist.all_reduce(total)
         return total.item() / dist.get_world_size()
 
     return Trainer(step, lambda: {"emulated": cpu[1] - cpu[0]})
+
+
+def reduce_at_once(gradients: list[torch.Tensor]) -> None:
+    """Averages gradients over the ranks in one all-reduce."""
+    flat = torch.nn.utils.parameters_to_vector(gradients)
+    dist.all_reduce(flat)
+    torch.nn.utils.vector_to_parameters(flat / dist.get_world_size(), gradients)
