@@ -116,7 +116,7 @@ def op_cost(
     written = sum(map(_bytes, outputs))
     moved = written + (written if name in GATHERS else sum(map(_bytes, inputs)))
     traffic = moved / machine.traffic + _first_touch(outputs, machine)
-    formula = flop_registry.get(func._overloadpacket) or _FLOPS.get(func._overloadpacket)
+    formula = flop_registry.get(func._overloadpacket) or _FLOPS.get(func._schema.name)
     if formula is not None:
         flops = formula(*args, **kwargs, out_val=result)
         forward = machine.seconds_per_op + max(flops / machine.flops, traffic)
@@ -162,9 +162,10 @@ def _grouped_flops(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
     return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
 
-_FLOPS: dict[Any, Callable[..., int]] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    torch.ops.aten._grouped_mm: _grouped_flops,
+# By name: not every torch has them all.
+_FLOPS: dict[str, Callable[..., int]] = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _attention_flops,
+    "aten::_grouped_mm": _grouped_flops,
 }
 
 
