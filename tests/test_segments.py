@@ -2,13 +2,14 @@
 
 import gc
 import weakref
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from smp_runtime.errors import UsageError
-from smp_runtime.execution.segments import Segments, run_backward
+from smp_runtime.execution.segments import Segments, _owner_of, run_backward
 from tests.local_ranks import LocalRank, backward, run_ranks
 
 
@@ -260,3 +261,31 @@ def test_a_loss_without_parameters_is_refused() -> None:
 
     with pytest.raises(UsageError, match="does not depend on any parameter"):
         run_ranks(2, body)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return 2 * gradients[0]
+
+
+class OldEdge(NamedTuple):
+    """What torch 2.6 gives: the Python object of a function does not keep the function."""
+
+    node: Any
+    output_nr: int
+
+
+def test_an_edge_that_keeps_no_graph_gets_an_owner_of_it() -> None:
+    x = torch.ones(2, requires_grad=True)
+    doubled: Tensor = Doubled.apply(x)
+    owner: Any = _owner_of(doubled, OldEdge(doubled.grad_fn, 0))
+    assert owner.next_functions[0][0] is doubled.grad_fn
+    native = x * 2
+    assert _owner_of(native, OldEdge(native.grad_fn, 0)) is None
+    edge = torch.autograd.graph.get_gradient_edge(doubled)
+    assert (_owner_of(doubled, edge) is None) == hasattr(edge, "ownership_token")

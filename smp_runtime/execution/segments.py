@@ -44,11 +44,13 @@ class Root(NamedTuple):
         edge: the gradient edge; it does not keep the tensor's data alive.
         transfer: number of the transfer in its body.
         user: the rank whose gradient it waits for; this rank itself for a local cut.
+        owner: what keeps the graph behind the edge alive, None where the edge does.
     """
 
     edge: GradientEdge
     transfer: int
     user: int
+    owner: object
 
 
 class Segment:
@@ -69,7 +71,8 @@ class Segments:
 
     def add_root(self, depth: int, tensor: torch.Tensor, transfer: int, user: int) -> None:
         """Notes that `tensor` left the segment at `depth`; call it before anything changes it."""
-        self._at(depth).roots.append(Root(get_gradient_edge(tensor), transfer, user))
+        edge = get_gradient_edge(tensor)
+        self._at(depth).roots.append(Root(edge, transfer, user, _owner_of(tensor, edge)))
 
     def add_leaf(self, depth: int, data: torch.Tensor, transfer: int, source: int) -> torch.Tensor:
         """Makes `data` the beginning of a graph in the segment at `depth` and returns it."""
@@ -90,6 +93,18 @@ class Segments:
 
     def _at(self, depth: int) -> Segment:
         return self._by_depth.setdefault(depth, Segment())
+
+
+def _owner_of(tensor: torch.Tensor, edge: GradientEdge) -> object:
+    """Returns what keeps the graph behind an edge alive, None where the edge does.
+
+    That of a function written in Python is not kept by its Python object. From torch 2.7 on the
+    edge brings what keeps it.
+    """
+    if hasattr(edge, "ownership_token") or not isinstance(edge.node, torch._C._FunctionBase):
+        return None
+    with torch.enable_grad():
+        return tensor.view_as(tensor).grad_fn
 
 
 def run_backward(edges: list[GradientEdge], gradients: list[torch.Tensor]) -> None:

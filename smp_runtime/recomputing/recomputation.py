@@ -237,7 +237,7 @@ class Recomputation:
 
     def _kept_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         try:
-            kept = self._inputs.saved_tensors[1:]
+            kept = self._inputs.grad_fn.saved_tensors[1:]
         except RuntimeError as error:
             raise RecomputationError(
                 f"an input of {self.path} was changed in place after its call, so it can't be "
@@ -317,9 +317,10 @@ class _Keep(torch.autograd.Function):
 
 
 def _keep(tensors: list[torch.Tensor]) -> Any:
+    """Returns a tensor whose history has these saved; before torch 2.7 the history needs it."""
     with torch.enable_grad():
         anchor = torch.empty(0, requires_grad=True)
-        return _Keep.apply(anchor, *tensors).grad_fn  # type: ignore[no-untyped-call]
+        return _Keep.apply(anchor, *tensors)  # type: ignore[no-untyped-call]
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
