@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils import _python_dispatch as python_dispatch
+
+# Torch 2.6 can't say which hooks are active: there, those around a step don't reach its bodies.
+_SAVED_HOOKS: Callable[[bool], tuple[Any, Any] | None] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda is_tracing: None
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class ThreadState:
             torch.is_autocast_cache_enabled(),
             tuple(torch.overrides._get_current_function_mode_stack()),  # type: ignore[no-untyped-call]
             tuple(python_dispatch._get_current_dispatch_mode_stack()),
-            torch._C._autograd._top_saved_tensors_default_hooks(False),
+            _SAVED_HOOKS(False),
         )
 
     @contextmanager
