@@ -177,7 +177,8 @@ class Config(BaseModel):
     bf16: Flag = False
     """Whether to train in bfloat16, with float32 master weights."""
     fp32_grad_accumulation: Flag = True
-    """Whether gradients of 16-bit parameters add up in float32, with `fp16` or `bf16`."""
+    """Whether gradients of 16-bit parameters add up in float32, with `fp16` or `bf16`; needs torch
+    2.10 or newer."""
     fp16_params: Flag = False
     """Whether layers of tensor parallelism begin in float16. SMP itself replaced it by `fp16`."""
     delayed_parameter_initialization: Flag = False
