@@ -23,7 +23,6 @@ class PlacedModule(NamedTuple):
         stage: the stage that it belongs to.
         modules: it and its submodules with their names.
         watched: those of them that may keep tensors in attributes.
-        keepers: the same without their names.
         hook_tables: the tables of their forward hooks.
         parameters: their parameters.
     """
@@ -34,7 +33,6 @@ class PlacedModule(NamedTuple):
     stage: int
     modules: tuple[tuple[str, nn.Module], ...]
     watched: tuple[tuple[str, nn.Module], ...]
-    keepers: tuple[nn.Module, ...]
     hook_tables: tuple[dict[int, Any], ...]
     parameters: tuple[nn.Parameter, ...]
 
@@ -62,7 +60,6 @@ def placed_module(module: nn.Module, path: str, owner: int, stage: int) -> Place
         stage=stage,
         modules=modules,
         watched=watched,
-        keepers=tuple(module for _, module in watched),
         hook_tables=hook_tables,
         parameters=tuple(module.parameters()),
     )
