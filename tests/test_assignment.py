@@ -46,6 +46,7 @@ def trees(draw: st.DrawFn) -> ModuleNode:
             is_closed=draw(st.integers(0, 9)) > 0 or not path,
             is_repeated_container=draw(st.booleans()),
             is_opaque=draw(st.booleans()),
+            is_indivisible=bool(calls) and bool(path) and draw(st.integers(0, 4)) == 0,
             is_callable=bool(calls) or draw(st.booleans()),
         )
 

@@ -156,6 +156,59 @@ def test_using_a_childs_parameter_without_calling_it_is_opaque():
     assert tree["out_proj"].calls == ()
 
 
+class Outside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, modules):
+        for module in modules:
+            x = module(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class InFunction(nn.Module):
+    """Calls some of its layers inside an autograd function."""
+
+    def __init__(self, num_inside: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        self.num_inside = num_inside
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = Outside.apply(x, self.layers[: self.num_inside])
+        for layer in self.layers[self.num_inside :]:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("num_inside", "indivisible"), [(0, []), (1, ["1.layers.0"]), (2, ["1"]), (3, ["1"])]
+)
+def test_what_an_autograd_function_calls_is_indivisible(num_inside, indivisible):
+    native = torch.autograd.Function.apply
+    model = nn.Sequential(nn.Linear(4, 4), InFunction(num_inside))
+    tree = nodes(trace_model(model, (X,)).root)
+    assert [path for path, node in tree.items() if node.is_indivisible] == indivisible
+    assert torch.autograd.Function.apply == native
+
+
+def test_the_whole_model_is_never_indivisible():
+    tree = nodes(trace_model(InFunction(3), (X,)).root)
+    assert not any(node.is_indivisible for node in tree.values())
+
+
+def test_layers_inside_torchs_checkpointing_may_live_apart():
+    class Checkpointed(InFunction):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            run = nn.Sequential(*self.layers)
+            return torch.utils.checkpoint.checkpoint(run, x, use_reentrant=True)
+
+    tree = nodes(trace_model(nn.Sequential(nn.Linear(4, 4), Checkpointed(3)), (X,)).root)
+    assert not any(node.is_indivisible for node in tree.values())
+
+
 def test_a_parameter_given_as_an_argument_keeps_the_receiver_closed():
     class Scale(nn.Module):
         def __init__(self) -> None:

@@ -4,7 +4,10 @@ Losses, gradients after the first step and parameters after the third, for plain
 kind. Models of transformers are in `test_transparency_transformers.py`.
 """
 
+from collections.abc import Mapping
+
 import pytest
+from torch import nn
 
 from smp_runtime.errors import NotSupportedError
 from tests.parameter_subjects import PARAMETER_SUBJECTS
@@ -64,8 +67,13 @@ def test_state_between_stages_is_right_or_refused() -> None:
         check(subject, 2, [Case(3)])
 
 
-def test_layers_inside_an_autograd_function_are_right_or_refused() -> None:
+def test_layers_inside_an_autograd_function_stay_together_or_are_refused() -> None:
     subject = Subject("layers_in_autograd_function", LayersInFunction)
-    check(subject, 3, [Case(2)])  # the layers inside are on one rank
+    check(subject, 2, [Case(2)])
+    check(subject, 3, [Case(2)])
+
+    def apart(model: nn.Module, num_partitions: int) -> Mapping[str, int]:
+        return {"first": 0, "encoder.layers.0": 0, "encoder": 1, "last": 1}
+
     with pytest.raises(NotSupportedError, match="inside a function that runs on one rank"):
-        check(subject, 2, [Case(1)])
+        check(Subject("layers_apart", LayersInFunction, pins=apart), 2, [Case(1)])

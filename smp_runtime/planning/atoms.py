@@ -101,7 +101,8 @@ def _open(
     """Walks down to the atoms; `level` is how often a block may still be opened."""
     if not _is_called(node):
         return
-    can_open = any(map(_is_called, node.children)) and not (in_block and node.is_opaque)
+    is_whole = node.is_indivisible or (in_block and node.is_opaque)
+    can_open = any(map(_is_called, node.children)) and not is_whole
     # Only the outermost list of blocks opens by itself: what a block lists stays together.
     lists_blocks = not in_block and _lists_blocks(node)
     if is_placeable(node) and not (can_open and (lists_blocks or level > 0)):

@@ -105,6 +105,7 @@ class ModuleNode:
         is_repeated_container: whether it only lists its children (``ModuleList``) or calls
             them in turn (``Sequential``).
         is_opaque: whether its forward uses parameters of its children without calling them.
+        is_indivisible: whether a user-defined autograd function calls what is in it.
         is_callable: whether it has a forward; a ``ModuleList`` has none.
         is_assumed: whether its calls and costs are assumed, as the trace did not call it.
     """
@@ -120,6 +121,7 @@ class ModuleNode:
     is_closed: bool = True
     is_repeated_container: bool = False
     is_opaque: bool = False
+    is_indivisible: bool = False
     is_callable: bool = True
     is_assumed: bool = False
 

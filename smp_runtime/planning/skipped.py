@@ -196,6 +196,7 @@ class _Numbering:
             output_bytes=model.output_bytes,
             is_closed=model.is_closed,
             is_opaque=model.is_opaque,
+            is_indivisible=model.is_indivisible,
         )
 
     def _fact(self, fact: ParameterFact) -> ParameterFact:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from .. import device
 from ..execution.rng import host_random_state
 from ..planning.module_tree import OwnCost, ancestors, is_below
+from .autograd_functions import AutogradFunctions
 from .fake_operations import run_operation
 from .op_cost import Machine, OpCost, draws, named_arguments, op_cost, parameter_gradient_cost
 
@@ -34,6 +35,7 @@ class Record:
     drawing: set[str] = field(default_factory=set)
     open_modules: set[str] = field(default_factory=set)
     opaque_modules: set[str] = field(default_factory=set)
+    indivisible_modules: set[str] = field(default_factory=set)
 
     def add(self, path: str, origin: int, seconds: float = 0.0, saved_bytes: int = 0) -> None:
         """Adds to what the module at `path` costs itself."""
@@ -68,6 +70,10 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch 
         machine: how fast its device is.
         measure: take the measured time of each operation instead of the modelled one.
         before_write: called with each tensor that an operation is about to write to.
+
+    Attributes:
+        record: what the run showed.
+        functions: watches user-defined autograd functions.
     """
 
     def __init__(
@@ -80,6 +86,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch 
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # as above
         self.record = Record()
+        self.functions = AutogradFunctions()
         self._machine = machine
         self._measure = measure
         self._before_write = before_write
@@ -118,6 +125,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch 
         self._note_host_draws()
         for hook in self._hooks:
             hook.remove()
+        self.record.indivisible_modules = self.functions.indivisible(self.record.calls)
 
     def save(self, tensor: torch.Tensor) -> Any:
         """Counts a tensor that autograd saves for backward; stands in for packing it."""
@@ -139,6 +147,7 @@ class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch 
         self._note_host_draws()
         if path in self._holding:
             self._note_open_modules(path)
+            self.functions.note(path)
         tensors = _tensors((args, kwargs))
         size = max((t.numel() * t.element_size() for t in tensors), default=0)
         self.record.input_bytes[path] = max(size, self.record.input_bytes.get(path, 0))

@@ -31,6 +31,8 @@ from .op_cost import ACCELERATOR, CPU, Machine
 
 __all__ = ["Trace", "trace_model"]
 
+_log = logging.getLogger("smp_runtime")
+
 Source = Literal["fake", "real", "measured", "declared"]
 
 DECLARED_TOKENS = 512
@@ -130,6 +132,8 @@ def _run(
         for tensor in [*model.parameters(), *model.buffers()]
     }
     root = _tree(model, recorder.record, uses)
+    for path in sorted(recorder.record.indivisible_modules):
+        _log.info("%s stays on one rank: an autograd function calls modules in it", path)
     never_called = {
         path
         for path, module in model.named_modules()
@@ -192,7 +196,8 @@ def _call(
     seed_host(SEED)
     recorder = make_recorder()
     # Nothing that is saved is kept, so the graph takes no memory; it is never run.
-    with torch.enable_grad(), recorder, saved_tensors_hooks(recorder.save, _unpack):
+    hooks = saved_tensors_hooks(recorder.save, _unpack)
+    with torch.enable_grad(), recorder, recorder.functions.watched(), hooks:
         model(*args, **kwargs)
     recorder.close()
     return recorder
@@ -248,6 +253,7 @@ def _tree(model: nn.Module, record: Record, uses: Mapping[int, int | None]) -> M
             is_closed=path not in record.open_modules,
             is_repeated_container=isinstance(module, (nn.ModuleList, nn.Sequential)),
             is_opaque=path in record.opaque_modules,
+            is_indivisible=path in record.indivisible_modules,
             is_callable=_is_callable(module),
         )
 
