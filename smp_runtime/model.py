@@ -239,8 +239,6 @@ class DistributedModel(Wrapper, ReplicatedModel, TensorQueries):
                 "model.backward was called before the model; call model(...) in the step, not its "
                 "submodules or methods alone: it is partitioned in that call"
             )
-        if body is None:
-            raise UsageError("model.backward can only be called inside an @smp.step function")
         losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         gradients: list[torch.Tensor | None] = [None] * len(losses)
         if grad_tensors is not None:
@@ -252,6 +250,8 @@ class DistributedModel(Wrapper, ReplicatedModel, TensorQueries):
             return  # a mean over nothing is NaN, and so would be its gradient
         with body.glue.suspended():
             body.backward_pass.run(losses, gradients)
+            if self._remote_gradients is not None and not body.microbatch:
+                self._remote_gradients.mark()  # the body may look at gradients
 
     def begin_step(
         self, num_microbatches: int, weights: Sequence[float] | None = None

@@ -14,7 +14,7 @@ from smp_runtime.errors import UsageError
 from smp_runtime.optimization.norms import clip_gradients
 from tests.subjects import Subject, TiedHead, chain, token_prediction, tokens
 from tests.transparency import build, copies, make_batch, microbatch_of
-from tests.worlds import run_world
+from tests.worlds import run_world, run_world_expecting_failure
 
 ALONE: Any = None  # without a partition no runtime is needed
 
@@ -138,3 +138,61 @@ def test_a_pipelines_norm_and_gradients_are_those_of_one_process(degree: int) ->
                 assert isinstance(gradient, Tensor)
                 torch.testing.assert_close(gradient, gradients[name], rtol=1e-5, atol=1e-9)
         assert len({tuple(by_case[index][0]) for by_case in results}) == 1
+
+
+def clipped_as_held() -> tuple[list[float], float]:
+    """Clips what the optimizer's groups hold, and then what this rank holds."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    model = smp.DistributedModel(build(UNTIED))
+    weights = [p for p in model.parameters() if p.ndim > 1]
+    biases = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = smp.DistributedOptimizer(
+        torch.optim.SGD([{"params": weights}, {"params": biases}], lr=0.1)
+    )
+
+    @smp.step
+    def step(model: Any, batch: Any) -> None:
+        model.backward(UNTIED.loss(model, batch))
+
+    step(model, make_batch(UNTIED, 2, 0))
+    groups = [group["params"] for group in optimizer.param_groups]
+    # One rank holds none of the last.
+    groups.append([p for p in model.local_parameters() if p is next(iter(model.parameters()))])
+    norms = [torch.nn.utils.clip_grad_norm_(group, 1e9).item() for group in groups]
+    norms.append(torch.nn.utils.clip_grad_norm_(model.local_parameters(), MAX_NORM).item())
+    after = model.clip_grad_norm_(1e9).item()
+    smp.shutdown()
+    return norms, after
+
+
+@pytest.mark.world
+def test_lists_of_what_each_rank_holds_give_norms_over_all_ranks() -> None:
+    model = build(UNTIED)
+    for index in range(2):
+        loss = UNTIED.loss(model, microbatch_of(make_batch(UNTIED, 2, 0), 2, index))
+        torch.autograd.backward(loss / 2)
+    given = list(model.parameters())
+    groups = [[p for p in given if p.ndim > 1], [p for p in given if p.ndim == 1], given[:1], given]
+    expected = [imported_before(group, 1e9).item() for group in groups]
+    for norms, after in run_world(2, clipped_as_held):
+        assert norms == pytest.approx(expected, rel=1e-5)
+        assert after == pytest.approx(MAX_NORM, rel=1e-4)
+
+
+def gradients_in_the_body() -> None:
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    model = smp.DistributedModel(build(UNTIED))
+
+    @smp.step
+    def step(model: Any, batch: Any) -> Any:
+        model.backward(UNTIED.loss(model, batch))
+        return sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None)
+
+    step(model, make_batch(UNTIED, 2, 0))
+
+
+@pytest.mark.world
+def test_a_norm_of_this_ranks_gradients_is_refused_in_the_body_too() -> None:
+    for rank in run_world_expecting_failure(2, gradients_in_the_body):
+        assert "UsageError" in rank.exception_text
+        assert "For norms call model.clip_grad_norm_(max_norm)" in rank.exception_text

@@ -28,6 +28,7 @@ class LocalPart:
 
     Attributes:
         shared: parameters that several ranks hold a copy of: name, parameter, ranks.
+        parameters: all of the model, in its order.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class LocalPart:
         for name, owner in partition.parameters.items():
             self._hold(_tensor_at(model, name), owner)
         named = dict(model.named_parameters(remove_duplicate=True))
+        self.parameters = tuple(named.values())
         self.shared = [
             (name, parameter, tuple(sorted(self._ranks[id(parameter)])))
             for name, parameter in named.items()

@@ -25,8 +25,8 @@ def clip_gradients(
 ) -> torch.Tensor:
     """Clips the gradients of parameters that are spread over the pipeline group.
 
-    Every rank passes the same parameters in the same order. Each rank contributes the norms of
-    those it counts; adding up zeros leaves them exact, so the total is what one process computes.
+    Every rank calls it, with all parameters or with those it holds. Each contributes the norms of
+    those it counts, at their places in the whole model, so the total is what one process computes.
 
     Raises:
         RuntimeError: `error_if_nonfinite`, and the norm is not finite.
@@ -35,18 +35,14 @@ def clip_gradients(
     gradients = {id(p): p.grad for p in local if p.grad is not None}
     target = device.current_device()  # one for all ranks: it decides the backend
     counted = [p for p in local if part is None or part.counts_here(p)]
-    norms = dict(
-        zip(
-            (id(p) for p in counted),
-            torch._foreach_norm([gradients[id(p)] for p in counted], norm_type) if counted else (),
-            strict=True,
-        )
-    )
-    is_double = any(p.dtype == torch.float64 for p in parameters)
+    whole = parameters if part is None else part.parameters
+    is_double = any(p.dtype == torch.float64 for p in whole)
     zero = torch.zeros((), device=target, dtype=torch.float64 if is_double else torch.float32)
-    total = torch.stack([norms.get(id(p), zero).to(zero) for p in parameters] or [zero])
+    found = torch._foreach_norm([gradients[id(p)] for p in counted], norm_type) if counted else ()
+    norms = [norm.to(zero) for norm in found]
     if part is not None:
-        dist.all_reduce(total, group=runtime.groups.of("pp"))
+        norms = _of_all_ranks(counted, norms, part, runtime.groups.of("pp"), zero, norm_type)
+    total = torch.stack(norms or [zero])
     norm: torch.Tensor = torch.linalg.vector_norm(total, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
@@ -58,6 +54,36 @@ def clip_gradients(
         for parameter in local:
             gradients[id(parameter)].mul_(factor.to(parameter.device))
     return norm
+
+
+def _of_all_ranks(
+    counted: Sequence[nn.Parameter],
+    norms: Sequence[torch.Tensor],
+    part: LocalPart,
+    group: dist.ProcessGroup,
+    zero: torch.Tensor,
+    norm_type: float,
+) -> list[torch.Tensor]:
+    """Returns the norms that any rank counts, in the order of the model's parameters.
+
+    What is no parameter of the model, and so is on every rank, has one place behind all others.
+    """
+    places = {id(parameter): place for place, parameter in enumerate(part.parameters)}
+    last = len(places)
+    by_place: dict[int, list[torch.Tensor]] = {}
+    for parameter, norm in zip(counted, norms, strict=True):
+        by_place.setdefault(places.get(id(parameter), last), []).append(norm)
+    found = zero.new_zeros(2, last + 1)  # norms, and where there is one
+    if by_place:
+        several = [torch.stack(norms) for norms in by_place.values()]
+        where = torch.tensor(list(by_place), device=zero.device)
+        found[0, where] = torch.stack(
+            [norms[0] if len(norms) == 1 else torch.linalg.vector_norm(norms, norm_type)
+             for norms in several]
+        )  # fmt: skip
+        found[1, where] = 1
+    dist.all_reduce(found, group=group)
+    return list(found[0][found[1] > 0].unbind())
 
 
 def watch_clip_grad_norm(part: LocalPart, runtime: Runtime) -> None:
@@ -80,7 +106,8 @@ def watch_clip_grad_norm(part: LocalPart, runtime: Runtime) -> None:
         given: list[Any] = (
             [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         )
-        if any(part.is_partitioned(tensor) for tensor in given):
+        # This rank may hold none of a group's parameters, while another one waits for it.
+        if not given or any(part.is_partitioned(tensor) for tensor in given):
             return clip_gradients(given, part, runtime, max_norm, norm_type, error_if_nonfinite)
         return native(given, max_norm, norm_type, error_if_nonfinite, foreach)
 
