@@ -1,8 +1,10 @@
 """Owners of parameters, buffers and modules."""
 
+import pytest
 import torch
 from torch import nn
 
+from smp_runtime.errors import NotSupportedError
 from smp_runtime.execution.ownership import Ownership, keeps_nothing, placed_module
 
 
@@ -47,3 +49,39 @@ def test_hooks_of_a_placed_module_or_inside_it_are_seen() -> None:
 def test_torchs_own_modules_keep_nothing() -> None:
     assert keeps_nothing(nn.Linear(1, 1))
     assert not keeps_nothing(Own(1, 1))
+
+
+def owning(module: nn.Module) -> Ownership:
+    ownership = Ownership(2)
+    ownership.placed["x"] = placed_module(module, "x", 0, 0)
+    return ownership
+
+
+def test_a_change_that_comes_too_late_is_refused() -> None:
+    """Microbatch 1 has used what microbatch 0 changes; one process changes it first."""
+    linear = nn.Linear(1, 1)
+    ownership = owning(linear)
+    ownership.note_call(ownership.placed["x"], 5, 1)
+    ownership.note_write(linear.weight, 5, 1)
+    with pytest.raises(NotSupportedError, match="microbatch 0 changes .* microbatch 1 has used"):
+        ownership.note_write(linear.bias, 5, 0)
+    ownership.note_write(linear.bias, 6, 0)  # another step
+    buffer = torch.zeros(1)
+    ownership.note_read(buffer, 6, 1)
+    ownership.note_read(buffer, 6, 0)
+    with pytest.raises(NotSupportedError, match="microbatch 0 changes .* microbatch 1 has used"):
+        ownership.note_write(buffer, 6, 0)
+
+
+def test_a_use_that_comes_too_late_is_refused() -> None:
+    linear = nn.Linear(1, 1)
+    ownership = owning(linear)
+    ownership.note_write(linear.weight, 5, 1)
+    ownership.note_call(ownership.placed["x"], 5, 1)
+    for use in (
+        lambda: ownership.note_call(ownership.placed["x"], 5, 0),
+        lambda: ownership.check_written(linear.weight, 5, 0),
+    ):
+        with pytest.raises(NotSupportedError, match="changed in place by microbatch 1 before"):
+            use()
+    ownership.note_call(ownership.placed["x"], 6, 0)

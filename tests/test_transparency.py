@@ -4,12 +4,12 @@ Losses, gradients after the first step and parameters after the third, for plain
 kind. Models of transformers are in `test_transparency_transformers.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 from torch import nn
 
-from smp_runtime.errors import NotSupportedError
+from smp_runtime.errors import NotSupportedError, PartitionError
 from tests.parameter_subjects import PARAMETER_SUBJECTS
 from tests.subjects import (
     SUBJECTS,
@@ -22,7 +22,14 @@ from tests.subjects import (
     tokens,
 )
 from tests.transparency import Case, check
-from tests.unruly_subjects import UNRULY_SUBJECTS, LayersInFunction, RunningStatistic
+from tests.unruly_subjects import (
+    UNRULY_SUBJECTS,
+    LateStatistic,
+    LayersInFunction,
+    MomentumEncoder,
+    OneMemory,
+    RunningStatistic,
+)
 
 pytestmark = pytest.mark.world
 
@@ -59,12 +66,25 @@ def test_any_number_of_microbatches(subject: Subject, degree: int) -> None:
     check(subject, degree, ALL_CASES)
 
 
-def test_state_between_stages_is_right_or_refused() -> None:
-    subject = Subject("running_statistic", RunningStatistic)
+@pytest.mark.parametrize("build", [RunningStatistic, MomentumEncoder, LateStatistic])
+def test_state_between_stages_is_right_or_refused(build: Callable[[], nn.Module]) -> None:
+    subject = Subject(build.__name__, build)
     check(subject, 2, [Case(1)])
-    # The next microbatch would change the statistic before the last stage of this one reads it.
-    with pytest.raises(NotSupportedError, match="changed by microbatch"):
+    # The next microbatch would see another state than one process has there.
+    with pytest.raises(NotSupportedError, match="in place"):
         check(subject, 2, [Case(3)])
+
+
+def test_parameters_in_one_memory_stay_together_or_are_refused() -> None:
+    def together(model: nn.Module, num_partitions: int) -> Mapping[str, int]:
+        return {"first": 1, "middle": 0, "last": 1}
+
+    def apart(model: nn.Module, num_partitions: int) -> Mapping[str, int]:
+        return {"first": 0, "middle": 1, "last": 1}
+
+    check(Subject("one_memory", OneMemory, pins=together), 2, [Case(2)])
+    with pytest.raises(PartitionError, match="two parameters in one memory"):
+        check(Subject("one_memory_apart", OneMemory, pins=apart), 2, [Case(2)])
 
 
 def test_layers_inside_an_autograd_function_stay_together_or_are_refused() -> None:

@@ -241,6 +241,52 @@ class RunningStatistic(nn.Module):
         return x + self.mean
 
 
+class MomentumEncoder(nn.Module):
+    """Moves a frozen copy of its encoder towards it in every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(Block(), Block())
+        self.teacher = nn.Sequential(Block(), Block()).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for taught, own in zip(
+                self.teacher.parameters(), self.encoder.parameters(), strict=True
+            ):
+                taught.mul_(0.5).add_(own, alpha=0.5)
+            target = self.teacher(x)
+        return self.encoder(x) - target
+
+
+class LateStatistic(nn.Module):
+    """Uses a buffer first, and changes it when its children are done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        for block in self.blocks:
+            x = block(x)
+        self.scale.mul_(0.9)
+        return x
+
+
+class OneMemory(nn.Module):
+    """Has two parameters that are one memory, not one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.last.weight.data = self.first.weight.data
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x).relu()).relu())
+
+
 class Recomputed(torch.autograd.Function):
     """Runs layers without a graph, and again with one in the backward pass."""
 

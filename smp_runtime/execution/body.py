@@ -247,6 +247,7 @@ class Body:
         """Remembers the value of a tensor that is not of this body alone."""
         self._static[id(tensor)] = value
         self._kept_alive.append(tensor)
+        self.engine.ownership.note_read(tensor, self.step, self.microbatch)
         return value
 
     def new_value(

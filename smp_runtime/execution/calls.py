@@ -115,6 +115,7 @@ class Call:
 
     def _compute(self, key: Any, number: int) -> Any:
         body, engine = self.body, self.body.engine
+        engine.ownership.note_call(self.placed, body.step, body.microbatch)
         self.used = [
             body.copies.local(tensor, value, self.depth) for tensor, value in self.operands
         ]

@@ -70,6 +70,18 @@ def keeps_nothing(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.")
 
 
+_ADVICE = (
+    "the module that changes it has children on several ranks, where microbatches take turns: "
+    "place it on one rank (smp.set_partition), or use one microbatch"
+)
+
+
+def _state_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None:
+            yield tensor
+
+
 class Ownership:
     """The owners of a partitioned model's parameters, buffers and modules.
 
@@ -83,7 +95,11 @@ class Ownership:
         # By identity, and with the tensor, so that an identity can't be given to another object.
         self._owners: dict[int, tuple[torch.Tensor, int]] = {}
         self._unplaced: dict[int, torch.Tensor] = {}
+        # The last step and microbatch in which glue changed or used a tensor, or a module ran here.
         self._writers: dict[int, tuple[int, int]] = {}
+        self._readers: dict[int, tuple[int, int]] = {}
+        self._callers: dict[str, tuple[int, int]] = {}
+        self._step_of_last_write = -1
 
     def own(self, tensor: torch.Tensor, owner: int) -> None:
         """Says that a parameter or buffer belongs to a rank; the first word counts."""
@@ -105,9 +121,41 @@ class Ownership:
                 "is partitioned in that call: call model(...) first in the step"
             )
 
+    def note_read(self, tensor: torch.Tensor, step: int, microbatch: int) -> None:
+        """Notes that glue of a microbatch uses a parameter or buffer."""
+        now = (step, microbatch)
+        self._readers[id(tensor)] = max(now, self._readers.get(id(tensor), now))
+
+    def note_call(self, placed: PlacedModule, step: int, microbatch: int) -> None:
+        """Notes that a placed module runs here, with its parameters and buffers as they are now.
+
+        Raises:
+            NotSupportedError: glue of a later microbatch changed one of them already.
+        """
+        self._callers[placed.path] = (step, microbatch)
+        if self._step_of_last_write == step:
+            for _, module in placed.modules:
+                for tensor in _state_of(module):
+                    self.check_written(tensor, step, microbatch)
+
     def note_write(self, tensor: torch.Tensor, step: int, microbatch: int) -> None:
-        """Notes that glue changed a parameter or buffer in place."""
+        """Notes that glue changed a parameter or buffer in place.
+
+        Raises:
+            NotSupportedError: a later microbatch has used what was there before.
+        """
         self._writers[id(tensor)] = (step, microbatch)
+        self._step_of_last_write = step
+        users = [self._readers.get(id(tensor), (-1, -1))]
+        for placed in self.placed.values():
+            if any(tensor is held for _, part in placed.modules for held in _state_of(part)):
+                users.append(self._callers.get(placed.path, (-1, -1)))
+        for last_step, user in users:
+            if last_step == step and user > microbatch:
+                raise NotSupportedError(
+                    f"microbatch {microbatch} changes a parameter or buffer in place that "
+                    f"microbatch {user} has used already; {_ADVICE}"
+                )
 
     def check_written(self, tensor: torch.Tensor, step: int, microbatch: int) -> None:
         """Makes sure that no later microbatch changed a parameter or buffer already.
@@ -118,9 +166,8 @@ class Ownership:
         last_step, writer = self._writers.get(id(tensor), (-1, -1))
         if last_step == step and writer > microbatch:
             raise NotSupportedError(
-                f"a buffer that a module changes in place, and whose children are on several "
-                f"ranks, was changed by microbatch {writer} before microbatch {microbatch} had "
-                "ended; place the module on one rank (smp.set_partition), or use one microbatch"
+                f"a parameter or buffer was changed in place by microbatch {writer} before "
+                f"microbatch {microbatch} had ended; {_ADVICE}"
             )
 
     def owner_of(self, tensor: torch.Tensor) -> int | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
 
 from .. import device
 from ..creation.pending_values import fill, forget
+from ..errors import PartitionError
 from ..planning.partitioning import Partition
 from .drawing import seed_draws
 from .ownership import Ownership, keeps_nothing, placed_module
@@ -75,6 +76,7 @@ class LocalPart:
         for name, tensor in named_state(model):
             # By name as well: a module may put another tensor into a buffer.
             self._ranks_by_name[name] = self._ranks.get(id(tensor), set(range(num_ranks)))
+        self._check_memory(named)
         self._let_go()
 
     def holders(self, name: str) -> set[int]:
@@ -111,6 +113,18 @@ class LocalPart:
         self._ownership.own(tensor, owner)
         self._ranks.setdefault(id(tensor), set()).add(owner)
 
+    def _check_memory(self, named: Mapping[str, nn.Parameter]) -> None:
+        """Refuses parameters that share memory and are to live apart: they would drift apart."""
+        first_in: dict[int, str] = {}
+        for name, parameter in named.items():
+            other = first_in.setdefault(_address(parameter) or -id(parameter), name)
+            if self._ranks.get(id(parameter)) != self._ranks.get(id(named[other])):
+                raise PartitionError(
+                    f"{other} and {name} are two parameters in one memory, on different pipeline "
+                    "ranks: make them one parameter (b.weight = a.weight, not b.weight.data = "
+                    "a.weight.data), or place their modules on one rank"
+                )
+
     def _let_go(self) -> None:
         """Moves what is local to the device, and frees the data of what is not."""
         for tensor, _ in self._ownership.tensors():
@@ -122,6 +136,14 @@ class LocalPart:
             if id(tensor) not in self._ranks:
                 to_device(tensor)
         forget()
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Returns where the memory of a tensor begins, 0 if it has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # of some subclasses
+        return 0
 
 
 def to_device(tensor: torch.Tensor) -> None:

@@ -60,7 +60,7 @@ def _of_all_ranks(
     counted: Sequence[nn.Parameter],
     norms: Sequence[torch.Tensor],
     part: LocalPart,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     zero: torch.Tensor,
     norm_type: float,
 ) -> list[torch.Tensor]:
