@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from smp_runtime.errors import NotSupportedError, PathMismatchError, UsageError
 from smp_runtime.execution.body import current_body
-from smp_runtime.execution.glue import watch_autograd_functions
+from smp_runtime.execution.glue import watch_autograd
 from smp_runtime.execution.values import StandIn, tag_of
 from tests.glue_pieces import PIECES, WIDTH, Glue, Two
 from tests.local_ranks import LocalRank, backward, run_ranks
@@ -115,12 +115,13 @@ def test_a_stand_in_tells_what_any_rank_can_know() -> None:
 
 @pytest.mark.parametrize("glue", PIECES, ids=lambda glue: glue.__name__)
 def test_glue_computes_as_in_one_process(glue: Glue) -> None:
-    native = vars(torch.autograd.Function)["apply"]
-    watch_autograd_functions()
+    native, native_backward = vars(torch.autograd.Function)["apply"], torch.autograd.backward
+    watch_autograd()
     try:
         check(glue)
     finally:
         torch.autograd.Function.apply = native  # type: ignore[method-assign]
+        torch.autograd.backward = native_backward
 
 
 def test_a_question_is_answered_alike_on_every_rank() -> None:

@@ -31,7 +31,7 @@ from .body_threads import BodyThreads
 from .clock import Clock
 from .export import Exported, export, settle
 from .failure import locate, report
-from .glue import GlueMode, watch_autograd_functions
+from .glue import GlueMode, watch_autograd
 from .ownership import Ownership
 from .paths import Paths
 from .reports import Reports
@@ -83,7 +83,7 @@ class Engine:
         recompute_ahead_modules: int = 1,
     ) -> None:
         if transport.size > 1:
-            watch_autograd_functions()
+            watch_autograd()
             watch_checkpointing()
         self.transport = transport
         self.clock = clock

@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,6 @@ _MIRRORED: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__lt__: torch.Tensor.gt,
     torch.Tensor.__le__: torch.Tensor.ge,
 }
-_BACKWARD = frozenset([torch.Tensor.backward, torch.autograd.backward])
 
 
 class _Elsewhere:
@@ -200,7 +200,7 @@ class GlueMode(TorchFunctionMode):
         kwargs: Mapping[str, Any],
         operands: list[Operand],
     ) -> Any:
-        if func in _BACKWARD:
+        if func in (torch.Tensor.backward, torch.autograd.backward):
             raise UsageError("call model.backward(loss) inside an @smp.step function")
         if func is torch.autograd.grad:
             raise NotSupportedError(
@@ -372,6 +372,7 @@ class _Operation:
 
 
 _native_apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+_native_backward = torch.autograd.backward
 
 
 def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
@@ -384,13 +385,25 @@ def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any
         return body.glue.run(cls.apply, args, kwargs)
 
 
-def watch_autograd_functions() -> None:
-    """Makes glue see user-defined autograd functions as one operation each.
+@wraps(_native_backward)
+def _backward(*args: Any, **kwargs: Any) -> None:
+    body = current_body()
+    if body is None or not body.glue.is_active:
+        _native_backward(*args, **kwargs)
+        return
+    with body.glue.suspended():
+        body.glue.run(torch.autograd.backward, args, kwargs)
 
-    torch shows them to no function mode, so `Function.apply` itself has to be replaced. Outside
-    glue the replacement calls the original.
+
+def watch_autograd() -> None:
+    """Makes glue see user-defined autograd functions, and a backward pass, as one operation each.
+
+    torch shows the functions to no function mode, and `torch.autograd.backward` not in every
+    version, so these themselves have to be replaced. Outside glue the replacements call the
+    originals.
     """
     torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment,method-assign]
+    torch.autograd.backward = _backward
 
 
 def _push(modes: list[Any]) -> None:
