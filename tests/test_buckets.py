@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from smp_runtime.errors import NotSupportedError
 from smp_runtime.replication.buckets import Bucket, lay_out
 from smp_runtime.tensors import gradient_type
+from tests.sixteen_bit import needs_float32_sums
 
 
 def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -40,6 +41,7 @@ def test_buckets_have_one_type() -> None:
     assert sizes(mixed, 10**6) == [[1], [1], [2]]
 
 
+@needs_float32_sums
 def test_the_type_is_that_of_the_gradient() -> None:
     (low,) = parameters(2, dtype=torch.bfloat16)
     assert gradient_type(low) == torch.bfloat16

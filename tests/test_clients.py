@@ -11,6 +11,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, set_seed
 
 from tests.clients.runner import run_client
+from tests.sixteen_bit import needs_float32_sums
 
 pytestmark = pytest.mark.world
 
@@ -94,7 +95,7 @@ def test_gpt() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        ["--fp16", 1],
+        pytest.param(["--fp16", 1], marks=needs_float32_sums),
         ["--drop", 0.1, "--logits_output", 1, "--active_microbatches", 1],
         ["--manual_partition", 1, "--activation_checkpointing", 1, "--delayed_param", 1],
         ["--use_distributed_transformer", 1, "--skip_tracing", 1, "--prescaled_batch", 1],
@@ -135,6 +136,7 @@ def test_bert() -> None:
             close(result["history"], expected["history"])
 
 
+@needs_float32_sums
 def test_bert_in_mixed_precision() -> None:
     (expected,) = run_client("bert.py", 1, "--fp16", 1)
     for result in run_client("bert.py", 2, "--fp16", 1, "--partitions", 2):

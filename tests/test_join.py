@@ -19,6 +19,7 @@ from tests.replicated_chain import (
     start,
     train,
 )
+from tests.sixteen_bit import BF16
 from tests.transparency import build
 from tests.worlds import run_world, run_world_expecting_failure
 
@@ -67,10 +68,10 @@ def test_join_lets_replicas_end_early(degree: int) -> None:
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("setting", ["ddp", "bf16"])
-def test_replicas_go_on_as_one_after_a_join(setting: str) -> None:
+@pytest.mark.parametrize("settings", [{}, BF16], ids=["float32", "bf16"])
+def test_replicas_go_on_as_one_after_a_join(settings: dict[str, bool]) -> None:
     def body() -> Any:
-        smp.init({"ddp": True, "timeout": TIMEOUT, setting: True})
+        smp.init({"ddp": True, "timeout": TIMEOUT, **settings})
         model = smp.DistributedModel(build(CHAIN), bucket_cap_mb=TINY)
         optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
 

@@ -11,10 +11,11 @@ from torch.optim.lr_scheduler import StepLR
 
 import smp_runtime as smp
 from smp_runtime.config import Config
-from smp_runtime.errors import ConfigError
+from smp_runtime.errors import ConfigError, NotSupportedError
 from smp_runtime.optimization.precision import Precision
 from smp_runtime.planning.partitioning import partition
 from smp_runtime.tracing.trace import trace_model
+from tests.sixteen_bit import BF16, FP16, needs_float32_sums
 from tests.subjects import WIDTH, Block, Subject, TiedHead, chain, token_prediction, tokens
 from tests.transparency import build, make_batch, microbatch_of
 from tests.worlds import run_world
@@ -68,19 +69,38 @@ def test_float32_is_left_alone() -> None:
     assert precision.from_model(given) is given
 
 
-def test_gradients_of_microbatches_add_up_in_float32() -> None:
+@pytest.mark.parametrize(
+    ("in_float32", "expected"),
+    [pytest.param(True, 1 + 64 / 512, marks=needs_float32_sums), (False, 1.0)],
+)
+def test_gradients_of_microbatches_add_up_in_float32(in_float32: bool, expected: float) -> None:
     """In bfloat16 a sum of 1 and many times 1/512 stays 1."""
-    for setting, expected in ((True, 1 + 64 / 512), (False, 1.0)):
-        parameter = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
-        precision = Precision(Config(bf16=True, fp32_grad_accumulation=setting))
-        precision.prepare_gradients([parameter])
-        for scale in [1.0] + [1 / 512] * 64:
-            torch.autograd.backward((parameter * scale).sum())
-        assert parameter.grad is not None
-        assert parameter.grad.item() == expected
-        assert parameter.grad.dtype == (torch.float32 if setting else torch.bfloat16)
+    parameter = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    precision = Precision(Config(bf16=True, fp32_grad_accumulation=in_float32))
+    precision.prepare_gradients([parameter])
+    for scale in [1.0] + [1 / 512] * 64:
+        torch.autograd.backward((parameter * scale).sum())
+    assert parameter.grad is not None
+    assert parameter.grad.item() == expected
+    assert parameter.grad.dtype == (torch.float32 if in_float32 else torch.bfloat16)
 
 
+class OldParameter(nn.Parameter):
+    """One of torch 2.9, whose gradient can't be of another type."""
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        raise AttributeError
+
+
+def test_a_torch_that_can_not_is_told_what_to_do() -> None:
+    old = OldParameter(torch.zeros(1, dtype=torch.bfloat16))
+    with pytest.raises(NotSupportedError, match="or set fp32_grad_accumulation to False"):
+        Precision(Config(bf16=True)).prepare_gradients([old])
+    Precision(Config(bf16=True, fp32_grad_accumulation=False)).prepare_gradients([old])
+
+
+@needs_float32_sums
 def test_the_plan_counts_sums_and_masters() -> None:
     found = []
     for settings in ({}, {"bf16": True}):
@@ -165,6 +185,7 @@ def on_ranks(subject: Subject, kind: str, degree: int, settings: Any = None, **s
 
 
 @pytest.mark.world
+@needs_float32_sums
 @pytest.mark.parametrize(("degree", "num_replicas"), [(1, 1), (2, 1), (2, 2)])
 def test_masters_are_those_of_one_process(degree: int, num_replicas: int) -> None:
     cases: list[tuple[Subject, str, dict[str, Any]]] = [
@@ -217,7 +238,7 @@ def train_exploding(model: Any, x: Tensor, factor: Tensor) -> Tensor:
 
 
 def exploding_run(factors: list[float], **scale: Any) -> Any:
-    smp.init({"pipeline_parallel_degree": 2, "fp16": True, "ddp": True, "timeout": 15.0,
+    smp.init({"pipeline_parallel_degree": 2, **FP16, "ddp": True, "timeout": 15.0,
               "tied_weights": "auto"})  # fmt: skip
     torch.manual_seed(0)
     model = smp.DistributedModel(Exploding(1))
@@ -273,7 +294,7 @@ def test_scaled_gradients_are_never_seen() -> None:
     """Gradients read, clipped or accumulated by the script are those of the loss."""
 
     def run(loss_scale: float) -> Any:
-        smp.init({"pipeline_parallel_degree": 2, "fp16": True, "timeout": 15.0})
+        smp.init({"pipeline_parallel_degree": 2, **FP16, "timeout": 15.0})
         model = smp.DistributedModel(build(CHAIN))
         optimizer = smp.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.1), static_loss_scale=loss_scale
@@ -308,7 +329,7 @@ def train_chain(model: Any, x: Tensor, backward: bool = True) -> Tensor:
 @pytest.mark.world
 def test_masters_follow_what_is_loaded_into_parameters() -> None:
     def body() -> Any:
-        smp.init({"bf16": True})
+        smp.init(BF16)
         model = smp.DistributedModel(nn.Linear(2, 2, bias=False))
         optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-4))
         x = torch.ones(1, 2)
@@ -329,7 +350,7 @@ def test_masters_follow_what_is_loaded_into_parameters() -> None:
 @pytest.mark.world
 def test_small_steps_add_up_in_masters() -> None:
     def body() -> Any:
-        smp.init({"bf16": True})
+        smp.init(BF16)
         module = nn.Linear(1, 1, bias=False)
         nn.init.ones_(module.weight)
         model = smp.DistributedModel(module)
@@ -353,7 +374,7 @@ def test_small_steps_add_up_in_masters() -> None:
 @pytest.mark.world
 def test_the_optimizer_has_smps_members() -> None:
     def body() -> None:
-        smp.init({"fp16": True})
+        smp.init(FP16)
         model = smp.DistributedModel(nn.Linear(2, 2))
         given = torch.optim.AdamW(model.parameters(), lr=1.0)
         with pytest.raises(ConfigError, match="scale_window=0"):

@@ -10,6 +10,7 @@ import torch
 import smp_runtime as smp
 from smp_runtime.errors import CheckpointMismatchError
 from tests.saving_job import Job, Layout, on_every_rank, same_everywhere
+from tests.sixteen_bit import FP16
 from tests.worlds import run_world_expecting_failure
 
 pytestmark = pytest.mark.world
@@ -93,7 +94,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(2, 2, SHARDED), Layout(1, 2, (*SHARDED, ("fp16", True)))], ids=str
+    "layout", [Layout(2, 2, SHARDED), Layout(1, 2, (*SHARDED, *FP16.items()))], ids=str
 )
 def test_each_rank_saves_and_loads_its_own_shard(layout: Layout, tmp_path: Path) -> None:
     model, optimizer = str(tmp_path / "model"), str(tmp_path / "optimizer")

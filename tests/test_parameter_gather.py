@@ -1,6 +1,7 @@
 """Parameters are gathered during the next forward: when, in which order, and with equal numbers."""
 
 import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ import smp_runtime as smp
 from smp_runtime.optimization import parameter_gather
 from smp_runtime.optimization.awaited_parameters import AwaitedParameter
 from tests.replica_subjects import CheckpointedTwice
+from tests.sixteen_bit import BF16, FP16
 from tests.subjects import WIDTH, Block, Subject, TiedHead, linear, token_prediction, tokens
 from tests.transparency import build, make_batch, microbatch_of
 from tests.worlds import run_world, run_world_expecting_failure
@@ -51,9 +53,9 @@ OTHERS = Subject("uses_others_parameters", UsesOthersParameters)
 TIED = Subject("tied", TiedHead, tokens, token_prediction)
 CASES: tuple[tuple[Subject, dict[str, Any]], ...] = (
     (OTHERS, {}),
-    (OTHERS, {"bf16": True}),
+    (OTHERS, BF16),
     (TIED, {"tied_weights": "copy"}),
-    (TIED, {"tied_weights": "together", "fp16": True}),
+    (TIED, {"tied_weights": "together", **FP16}),
     (Subject("checkpointed", checkpointed), {}),
 )
 
@@ -220,7 +222,9 @@ def test_numbers_are_the_same_bit_for_bit(degree: int) -> None:
 def test_compiled_modules_are_given_their_parameters_at_once() -> None:
     def body() -> None:
         smp.init(OVERLAPPED)
-        with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+        with warnings.catch_warnings():
+            # Newer versions of torch say that it is deprecated.
+            warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
             scripted = torch.jit.script(linear())  # type: ignore[no-untyped-call]
         model = smp.DistributedModel(nn.Sequential(linear(), scripted))
         optimizer = smp.DistributedOptimizer(by_decay(model))

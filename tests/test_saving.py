@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import smp_runtime as smp
 from tests.saving_job import Job, Layout, on_every_rank, same_everywhere
+from tests.sixteen_bit import BF16, FP16
 
 BEFORE, AFTER = 3, 10
 COPIED = (("tied_weights", "copy"),)
@@ -56,7 +57,7 @@ def test_any_layout_goes_on_at_any_other(saved_at: Layout, tmp_path: Path) -> No
         assert found == pytest.approx(expected, rel=1e-5), resumed_at
 
 
-@pytest.mark.parametrize("settings", [(("bf16", True),), (("fp16", True), *SHARDED)], ids=str)
+@pytest.mark.parametrize("settings", [(*BF16.items(),), (*FP16.items(), *SHARDED)], ids=str)
 def test_master_weights_and_the_loss_scale_go_on(settings: Any, tmp_path: Path) -> None:
     layout = Layout(2, 2, settings)
     expected = train_and_save(layout, tmp_path, dropout=0.0)

@@ -9,6 +9,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import smp_runtime as smp
 from smp_runtime.errors import NotSupportedError
+from tests.sixteen_bit import BF16
 from tests.subjects import Subject, TiedHead, chain, token_prediction, tokens
 from tests.transparency import build, make_batch, microbatch_of
 from tests.worlds import run_world, run_world_expecting_failure
@@ -82,7 +83,7 @@ def test_numbers_are_those_of_the_unsharded_optimizer(degree: int, num_replicas:
         (CHAIN, make, {}) for make in (MAKERS if is_small else MAKERS[:1])
     ]
     cases += [(TIED, adamw, {"tied_weights": "copy" if degree > 1 else "auto"}),
-              (CHAIN, adamw, {"bf16": True})]  # fmt: skip
+              (CHAIN, adamw, BF16)]  # fmt: skip
 
     def body() -> Any:
         return [
