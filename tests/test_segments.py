@@ -274,7 +274,7 @@ class Doubled(torch.autograd.Function):
 
 
 class OldEdge(NamedTuple):
-    """What torch 2.6 gives: the Python object of a function does not keep the function."""
+    """What torch 2.7 gives: the Python object of a function does not keep the function."""
 
     node: Any
     output_nr: int

@@ -98,8 +98,8 @@ class Segments:
 def _owner_of(tensor: torch.Tensor, edge: GradientEdge) -> object:
     """Returns what keeps the graph behind an edge alive, None where the edge does.
 
-    That of a function written in Python is not kept by its Python object. Torch 2.6 gives no more
-    than that; edges of later ones bring what keeps it.
+    That of a function written in Python is not kept by its Python object. Torch 2.6 and 2.7 give
+    no more than that; edges of later ones bring what keeps it.
     """
     if hasattr(edge, "ownership_token") or not isinstance(edge.node, torch._C._FunctionBase):
         return None

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.utils import _python_dispatch as python_dispatch
 
-# Torch 2.6 can't say which hooks are active: there, those around a step don't reach its bodies.
+# Torch 2.6 and 2.7 can't say which hooks are active: there, those around a step don't reach its
+# bodies.
 _SAVED_HOOKS: Callable[[bool], tuple[Any, Any] | None] = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda is_tracing: None
 )

@@ -317,7 +317,7 @@ class _Keep(torch.autograd.Function):
 
 
 def _keep(tensors: list[torch.Tensor]) -> Any:
-    """Returns a tensor whose history has these saved. In torch 2.6 it goes with the tensor."""
+    """Returns a tensor whose history has these saved. Up to torch 2.9 it goes with the tensor."""
     with torch.enable_grad():
         anchor = torch.empty(0, requires_grad=True)
         return _Keep.apply(anchor, *tensors)  # type: ignore[no-untyped-call]
