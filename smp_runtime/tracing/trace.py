@@ -177,11 +177,17 @@ def _run_fake(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps torch from logging what does not work on fake tensors: there is another way."""
+    """Keeps torch from complaining of what does not work on fake tensors: there is another way.
+
+    Or it does no harm: with torch 2.9, transformers asks where weights are in memory, to see
+    whether that is aligned.
+    """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, logger.disabled = logger.disabled, True
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            yield
     finally:
         logger.disabled = was_disabled
 
