@@ -187,7 +187,7 @@ def test_a_rank_that_ignores_the_signal_is_killed(config: Path, tmp_path: Path) 
     )
     launcher = launcher_with_ready_ranks(config, path, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1")
     launcher.terminate()
-    launcher.communicate(timeout=20)
+    launcher.communicate(timeout=50)  # torch 2.9 does not read the variable, and waits for 30
     assert launcher.returncode == 128 + signal.SIGTERM
     for file in tmp_path.glob("ready*"):
         with pytest.raises(ProcessLookupError):
