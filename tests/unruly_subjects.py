@@ -241,6 +241,42 @@ class RunningStatistic(nn.Module):
         return x + self.mean
 
 
+class Context:
+    """What a parent tells its children beside their arguments."""
+
+    mask: Tensor | None = None
+
+
+class Told(nn.Module):
+    """Uses what stands in a context."""
+
+    def __init__(self, context: Context, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.block = Block()
+        self.context, self.options = context, options
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.context.mask is not None
+        return self.block(x) * self.context.mask + self.options["shift"]
+
+
+class SharedContext(nn.Module):
+    """Fills an object and a dict in each call, for children on any rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.context, self.options = Context(), {}
+        self.blocks = nn.ModuleList([Told(self.context, self.options) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.context.mask = (x > 0).to(x.dtype)
+        self.options["shift"] = x.detach().mean()
+        for block in self.blocks:
+            x = block(x)
+        self.context.mask = None
+        return x + self.options.pop("shift")
+
+
 class MomentumEncoder(nn.Module):
     """Moves a frozen copy of its encoder towards it in every call."""
 
@@ -341,4 +377,5 @@ UNRULY_SUBJECTS = (
     Subject("unused_inputs", UnusedInputs, with_unused_inputs, unused_inputs_loss, degrees=(2,)),
     Subject("cache_and_options", WithCache),
     Subject("stopped_gradients", Gradients),
+    Subject("shared_context", SharedContext),
 )

@@ -110,6 +110,16 @@ class BodyThreads:
         """Gives modules back what they kept when a body stopped last."""
         for module, name, kept in run.kept:
             vars(module)[name] = kept
+        run.entries.restore()
+
+    def note(self, run: Run) -> None:
+        """Notes what modules keep now that a body stops."""
+        run.kept = self._reports.kept_attributes()
+        run.entries.note()
+
+    def watch(self, run: Run) -> None:
+        """Watches what modules keep from now on, as a body begins or goes on."""
+        run.entries.watch(self._reports.holders())
 
     # -- called by bodies, in their threads --------------------------------------------------
 
@@ -117,7 +127,7 @@ class BodyThreads:
         """Stops the calling body until the main thread resumes it."""
         run.state = "waiting"
         saved = HostRandomState.now(), device.random_state()
-        run.kept = self._reports.kept_attributes()
+        self.note(run)
         self._clock.pause()
         self._idle.put(None)
         run.go.get()
@@ -128,6 +138,7 @@ class BodyThreads:
         saved[0].restore()
         device.set_random_state(saved[1])
         self.restore(run)
+        self.watch(run)
         run.state = "running"
 
     def _live(self, run: Run, live: Callable[[], None], state: ThreadState | None) -> None:

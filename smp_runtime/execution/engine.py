@@ -200,6 +200,8 @@ class Engine:
         """Tells the engine the stages, once the model is partitioned."""
         self._rank_of = rank_of
         self._make_plan()
+        if self._current is not None:  # only now it is known which modules are glue
+            self._threads.watch(self._current)
 
     def _make_runs(self, loss_scales: Sequence[float], seed: int) -> None:
         name = self._name_step()
@@ -344,12 +346,13 @@ class Engine:
         body.streams.begin()
         if body.microbatch:  # go on from where the microbatch before is
             self._threads.restore(self.runs[body.microbatch - 1])
+        self._threads.watch(run)
         with self.known.counting(), body.glue:
             result = function(*call[0], **call[1])
         body.check_caught()
         run.result, run.addresses = export(body, result, detach)
         run.unsettled = settle(body)
-        run.kept = self.reports.kept_attributes()
+        self._threads.note(run)
         run.num_done = len(run.path)
 
     # -- the main thread ---------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..tensors import TensorMeta
 from .analysis import Slot
+from .entries import holder_of
 from .ownership import PlacedModule
 
 _INTERNAL = frozenset(vars(nn.Module()))
@@ -160,6 +161,16 @@ class Reports:
     def watch_glue(self, modules: tuple[nn.Module, ...]) -> None:
         """Names the modules whose own forward is glue; they may keep tensors as well."""
         self._glue_modules = modules
+
+    def holders(self) -> list[dict[Any, Any]]:
+        """Returns the dicts in attributes of modules that are glue, and those of objects there."""
+        found = [
+            holder_of(held)
+            for module in self._glue_modules
+            for attribute, held in vars(module).items()
+            if attribute not in _INTERNAL
+        ]
+        return [holder for holder in found if holder is not None]
 
     def kept_attributes(self) -> list[tuple[nn.Module, str, Any]]:
         """Returns what modules keep now: each microbatch must find its own there again."""

@@ -14,6 +14,7 @@ from torch import nn
 from ..messages.transport import Address
 from ..planning.schedule import Action
 from .body import Body
+from .entries import Entries
 
 
 class Abandoned(BaseException):
@@ -40,6 +41,7 @@ class Run:
         result: what the body returned.
         unsettled: tensors of the script that wait for what another rank made of them.
         kept: what modules kept in attributes when the body stopped last.
+        entries: what it has set in their dicts and objects.
         error: what it raised.
         go: gets an item when it may go on.
     """
@@ -59,6 +61,7 @@ class Run:
     result: Any = None
     unsettled: list[tuple[torch.Tensor, Address]] = field(default_factory=list)
     kept: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+    entries: Entries = field(default_factory=Entries)
     error: BaseException | None = None
     go: SimpleQueue[None] = field(default_factory=SimpleQueue)
 
