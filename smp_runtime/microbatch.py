@@ -94,6 +94,18 @@ class Splitter:
         self._warned: set[type] = set()
         self._check_names([*non_split_inputs, *input_split_axes])
 
+    @property
+    def first_name(self) -> str:
+        """The name of the function's first argument, "" if it takes none."""
+        return next(iter(self.signature.parameters), "")
+
+    def without_first(self) -> Splitter:
+        """Returns a splitter for the arguments after the first one, of a bound method."""
+        rest = copy.copy(self)  # shares what it has warned of
+        parameters = list(self.signature.parameters.values())[1:]
+        rest.signature = self.signature.replace(parameters=parameters)
+        return rest
+
     def _check_names(self, names: Sequence[str]) -> None:
         parameters = self.signature.parameters.values()
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
@@ -216,8 +228,8 @@ def _split_tensors(value: Any) -> Iterator[torch.Tensor]:
 def join(results: Sequence[Any]) -> Any:
     """Joins the results of the microbatches.
 
-    Tensors become a `StepOutput`, other leaves a list with one entry per microbatch; containers
-    keep their types. A step that returns nothing returns None.
+    Tensors become a `StepOutput`, other leaves, a `torch.Size` among them, a list with one entry
+    per microbatch; containers keep their types. A step that returns nothing returns None.
 
     Raises:
         MicrobatchError: the microbatches returned different structures.
@@ -237,7 +249,7 @@ def _join(results: Sequence[Any]) -> Any:
         _check_alike([tuple(result) for result in results])
         items = {key: _join([result[key] for result in results]) for key in first}
         return with_items(first, items)
-    if isinstance(first, (list, tuple)):
+    if isinstance(first, (list, tuple)) and not isinstance(first, torch.Size):
         _check_alike([len(result) for result in results])
         parts = [_join(parts) for parts in zip(*results, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
 from typing import Any, overload
 
 import torch
@@ -24,7 +26,8 @@ Weigh = Callable[..., float | torch.Tensor]
 class StepFunction:
     """A decorated function. Calling it runs the body once per microbatch, on every rank.
 
-    An instance, not a function: as a class attribute it does not bind `self`, as SMP's did not.
+    As a method it binds the instance if its first argument is named `self` or `cls`. SMP's bound
+    nothing, so scripts written for it have steps without `self` in classes; those stay unbound.
     """
 
     def __init__(
@@ -40,6 +43,18 @@ class StepFunction:
         self._splitter = Splitter(function, non_split_inputs, input_split_axes)
         self._detach = detach_outputs
         self._loss_weight = loss_weight
+
+    def __get__(self, instance: object, owner: type | None = None) -> StepFunction:
+        """Returns the step of an instance, which each rank takes from its own; see the class."""
+        if instance is None or self._splitter.first_name not in ("self", "cls"):
+            return self
+        # Bound here and not an argument of the call: those are sent from rank 0, and split.
+        bound = copy.copy(self)
+        bound._function = MethodType(self._function, instance)
+        bound._splitter = self._splitter.without_first()
+        if self._loss_weight is not None:
+            bound._loss_weight = functools.partial(self._loss_weight, instance)
+        return bound
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step.
@@ -144,10 +159,11 @@ def step(
         input_split_axes: batch dimension by argument name; 0 where nothing is said.
         detach_outputs: cut returned tensors off their graphs. False keeps the graphs alive on
             the rank that owns them, and costs their memory.
-        loss_weight: takes the body's arguments and returns how many tokens the microbatch's loss
-            is the mean over, a tensor or a number. Gradients are then those of the mean over all
-            tokens of all microbatches and replicas, however unevenly they are spread; a microbatch
-            of weight 0 has no backward pass. None: all microbatches count the same.
+        loss_weight: takes the body's arguments (a method's `self`, too) and returns how many tokens
+            the microbatch's loss is the mean over, a tensor or a number. Gradients are then those
+            of the mean over all tokens of all microbatches and replicas, however unevenly they are
+            spread; a microbatch of weight 0 has no backward pass. None: all microbatches count
+            the same.
 
     Raises:
         MicrobatchError: a name is not an argument of the function.

@@ -275,6 +275,8 @@ def test_tensors_are_joined_to_outputs() -> None:
 def test_other_leaves_are_joined_to_lists() -> None:
     assert join([1.5, 2.5]) == [1.5, 2.5]
     assert join([("a", None), ("b", None)]) == (["a", "b"], [None, None])
+    shapes = [torch.Size([2, 3]), torch.Size([1])]
+    assert join(shapes) == shapes
 
 
 def test_a_step_that_returns_nothing_returns_none() -> None:

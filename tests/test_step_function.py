@@ -48,7 +48,7 @@ def test_names_that_are_no_arguments_raise_at_once() -> None:
         smp.step(input_split_axes={"y": 1})(lambda x: None)
 
 
-def test_as_a_class_attribute_it_binds_nothing() -> None:
+def test_in_a_class_without_self_it_binds_nothing() -> None:
     class Trainer:
         train = smp.step(lambda x: x)
 
@@ -61,6 +61,57 @@ def test_without_a_runtime_it_says_what_to_call() -> None:
 
 
 # -- a step -----------------------------------------------------------------------------------
+
+
+class Doubling:
+    """A trainer with steps for methods; its state is each rank's own."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.factor = 2.0 + smp.pp_rank()
+        self.seen: list[float] = []
+
+    @smp.step(non_split_inputs=["bias"], loss_weight=lambda self, x, bias: self.factor * len(x))
+    def train(self, x: Tensor, bias: Tensor) -> Tensor:
+        """Trains."""
+        self.seen.append(self.factor)
+        loss = self.model(x).mean() + bias.sum()
+        self.model.backward(loss)
+        return loss
+
+    @classmethod
+    @smp.step
+    def name(cls, x: Tensor) -> str:
+        """Returns the name of the class."""
+        return f"{cls.__name__} {len(x)}"
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_method_is_a_step_of_its_instance(size: int, caplog: pytest.LogCaptureFixture) -> None:
+    def body() -> Any:
+        trainer = Doubling(start(microbatches=2))
+        x, bias = torch.ones(4, WIDTH), torch.zeros(3)
+        losses = [trainer.train(x, bias=bias).concat() for _ in range(2)]
+        assert trainer.train.__doc__ == "Trains."
+        assert "Non-splittable" not in caplog.text
+        return losses, trainer.seen, trainer.name(x)
+
+    expected = chain()(torch.ones(2, WIDTH)).mean().expand(2)
+    for rank, (losses, seen, names) in enumerate(run_world(size, body)):
+        torch.testing.assert_close(losses, [expected.detach()] * 2)
+        assert seen == [2.0 + rank] * 4
+        assert names == ["Doubling 2"] * 2
+
+
+@pytest.mark.world
+def test_a_step_may_return_shapes() -> None:
+    def body() -> Any:
+        step = smp.step(lambda model, x: (model(x).shape, {"shape": x.shape}))
+        return step(start(microbatches=2), torch.ones(4, WIDTH))
+
+    shapes = [torch.Size([2, WIDTH])] * 2
+    assert run_world(2, body) == [(shapes, {"shape": shapes})] * 2
 
 
 @pytest.mark.world
