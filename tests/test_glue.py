@@ -170,6 +170,12 @@ def test_autograd_grad_is_refused() -> None:
         run(lambda model, x: torch.autograd.grad(model(x).sum(), [x]))
 
 
+def test_of_the_history_others_know_only_whether_there_is_one() -> None:
+    assert run(lambda model, x: model(x).grad_fn is None) == [False, False]
+    with pytest.raises(NotSupportedError, match=r"history .* is on rank 1 .*'next_functions'"):
+        run(lambda model, x: model(x).grad_fn.next_functions)
+
+
 def test_ranks_that_ask_different_questions_are_told() -> None:
     model, x = make()
 

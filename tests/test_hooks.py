@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import pytest
 from torch import Tensor
 
+from smp_runtime.errors import NotSupportedError
 from tests.local_ranks import backward
 from tests.test_calls import WIDTH, X, layer, owners, run
 
@@ -79,3 +81,32 @@ def test_a_hook_that_removes_itself_is_gone() -> None:
         return model.count
 
     assert run(layer, glue, (X, X), watch) == [[1, 1]] * 2
+
+
+def full_backward_hook(module: Any, grad_inputs: Any, grad_outputs: Any) -> None:
+    module.seen = [*getattr(module, "seen", []), tuple(grad_outputs[0].shape)]
+
+
+def trained(model: Any, x: Tensor) -> list[Any]:
+    """Returns what the hook of the part on rank 1 saw."""
+    backward(model(x).sum())
+    return list(getattr(model.part, "seen", []))
+
+
+def test_a_full_backward_hook_fires_where_its_module_lives() -> None:
+    def watch(model: Any) -> None:
+        model.part.register_full_backward_hook(full_backward_hook)
+
+    assert run(layer, trained, prepare=watch) == [[[]], [[(2, WIDTH)]]]
+
+
+@pytest.mark.parametrize("kind", ["hook", "pre_hook"])
+def test_a_full_backward_hook_on_more_than_one_rank_is_refused_by_its_cause(kind: str) -> None:
+    def watch(model: Any) -> None:
+        getattr(model, f"register_full_backward_{kind}")(lambda *args: None)
+
+    cause = (
+        r"history \(grad_fn\) of BackwardHookFunction is on rank 1 .*'name'.* full backward hook"
+    )
+    with pytest.raises(NotSupportedError, match=cause):
+        run(layer, trained, prepare=watch)

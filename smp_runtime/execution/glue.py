@@ -29,7 +29,7 @@ from ..trees import freeze, iter_tensors, map_tensors, thaw
 from .analysis import Effect, New, Same, fill
 from .body import Body, current_body
 from .rng import draws
-from .values import Operand
+from .values import Operand, Value
 
 _log = logging.getLogger("smp_runtime")
 
@@ -53,7 +53,30 @@ _MIRRORED: dict[Any, Callable[..., Any]] = {
 
 
 class _Elsewhere:
-    """What `grad_fn` is where a tensor's history is on another rank."""
+    """What `grad_fn` is where a tensor's history is on another rank.
+
+    Args:
+        value: the tensor, as its owner knows it.
+    """
+
+    def __init__(self, value: Value) -> None:
+        self._origin = value.origin
+        self._owner = value.owner
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuses to tell anything of the history.
+
+        Raises:
+            NotSupportedError: always, but for names that Python itself looks for.
+        """
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotSupportedError(
+            f"the history (grad_fn) of {self._origin} is on rank {self._owner} of the pipeline "
+            f"only, so its {name!r} cannot be had on others. A full backward hook needs it: "
+            "register the hook on modules that live on one rank each, or on a tensor "
+            "(`h.register_hook(...)`)"
+        )
 
 
 class GlueMode(TorchFunctionMode):
@@ -191,7 +214,7 @@ class GlueMode(TorchFunctionMode):
         if not value.meta.requires_grad:
             return None
         real = value.owner == self.body.rank
-        return func(self.body.copies.base(operand.tensor, value)) if real else _Elsewhere()
+        return func(self.body.copies.base(operand.tensor, value)) if real else _Elsewhere(value)
 
     def _owned(
         self,
@@ -412,6 +435,9 @@ def _push(modes: list[Any]) -> None:
 
 
 def _name(func: Callable[..., Any]) -> str:
+    function = getattr(func, "__self__", None)
+    if isinstance(function, type) and issubclass(function, torch.autograd.Function):
+        return function.__name__  # all share one `apply`
     name = getattr(func, "__qualname__", None) or repr(func)
     if name.endswith("__get__"):
         owner = getattr(func, "__self__", None)
