@@ -134,6 +134,45 @@ def test_an_empty_partition_is_an_error_on_every_rank() -> None:
         assert "partition 1 holds no module with parameters" in outcome.stderr_text
 
 
+class Attentive(nn.Module):
+    """Uses the weight of `attention.out_proj`, which is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.head = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x[:, None].expand(-1, 3, -1)
+        return self.head(self.attention(h, h, h)[0]).mean()
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_partition_may_hold_only_what_is_never_called(rank: int) -> None:
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(2))
+    plain = Attentive()
+    sum(plain(part) / 2 for part in x.chunk(2)).backward()
+
+    @smp.step
+    def train(model: Any, x: Tensor) -> None:
+        model.backward(model(x))
+
+    def body() -> dict[str, Tensor]:
+        smp.init({**MANUAL, "default_partition": 1 - rank, "microbatches": 2})
+        model = smp.DistributedModel(Attentive())
+        smp.set_partition(model.module.attention.out_proj, rank)
+        train(model, x)
+        return {name: p.grad for name, p in model.local_named_parameters()}
+
+    ranks = run_world(2, body)
+    assert [name.rpartition(".")[0] for name in ranks[rank]] == ["attention.out_proj"] * 2
+    torch.testing.assert_close(
+        {**ranks[0], **ranks[1]}, {name: p.grad for name, p in plain.named_parameters()}
+    )
+
+
 @pytest.mark.world
 def test_placement_is_ignored_with_one_warning_where_it_is_automatic() -> None:
     class Warnings(logging.Handler):

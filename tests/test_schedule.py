@@ -207,6 +207,11 @@ def test_what_is_no_step_is_refused(
         plan(rank_of, m, active=active, policy=policy)
 
 
+def test_a_rank_without_a_stage_has_nothing_to_do() -> None:
+    p = plan((1, 2), 2, active=2, policy="interleaved")
+    assert p.actions(0) == p.actions(3) == ()
+
+
 def test_orders_that_wait_for_each_other_are_named() -> None:
     orders = ((Action(0, B, 0), Action(0, F, 0)), (Action(1, F, 0), Action(1, B, 0)))
     with pytest.raises(ScheduleError, match="before its action 0B0, 1F0"):

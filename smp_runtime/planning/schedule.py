@@ -62,8 +62,8 @@ class Plan:
         return len(self.rank_of)
 
     def actions(self, rank: int) -> tuple[Action, ...]:
-        """Returns the actions of one rank, in order."""
-        return self.orders[rank]
+        """Returns the actions of one rank, in order; none if it holds no stage."""
+        return self.orders[rank] if rank < len(self.orders) else ()
 
     def source(self, action: Action) -> Action | None:
         """Returns the action whose result `action` starts from, or None for a step's input.
