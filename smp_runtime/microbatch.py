@@ -73,6 +73,36 @@ class StepOutput:
         return f"StepOutput({self.outputs!r})"
 
 
+class _OwnVersions:
+    """Gives the parts of one microbatch version counters of their own.
+
+    A part shares the counter of the whole with the parts of other microbatches. So one that is
+    changed in place would look as if all were, and autograd would refuse what others saved.
+    Arguments of one memory keep one counter, as in one process.
+    """
+
+    def __init__(self) -> None:
+        self._wholes: dict[int, torch.Tensor] = {}
+
+    def part(self, part: torch.Tensor) -> torch.Tensor:
+        """Returns the same part with another counter; one that has a history as it is."""
+        base = part._base
+        if base is None or base.requires_grad or part.requires_grad or not _is_plain(part, base):
+            return part
+        whole = self._wholes.setdefault(id(base), base.data)
+        return whole.as_strided(part.shape, part.stride(), part.storage_offset())
+
+
+def _is_plain(part: torch.Tensor, base: torch.Tensor) -> bool:
+    """Says whether shape, strides and offset are all that tells a part from what it views."""
+    return (
+        type(part) is torch.Tensor
+        and part.layout is base.layout is torch.strided
+        and part.dtype is base.dtype
+        and not (part.is_conj() or part.is_neg() or part.is_quantized)
+    )
+
+
 class Splitter:
     """Splits the arguments of one function.
 
@@ -130,7 +160,8 @@ class Splitter:
         self._check_sizes(named, num_microbatches)
         calls = []
         for i in range(num_microbatches):
-            taken = [self._take(name, value, num_microbatches, i) for name, value in named]
+            own = _OwnVersions()
+            taken = [self._take(name, value, num_microbatches, i, own) for name, value in named]
             positional = tuple(taken[: len(args)])
             calls.append((positional, dict(zip(kwargs, taken[len(args) :], strict=True))))
         return calls
@@ -175,24 +206,24 @@ class Splitter:
                     "last batch (drop_last=True)"
                 )
 
-    def _take(self, name: str, value: Any, num_microbatches: int, i: int) -> Any:
+    def _take(self, name: str, value: Any, num_microbatches: int, i: int, own: _OwnVersions) -> Any:
         if name in self._whole:
             return value
-        return self._slice(value, num_microbatches, i, self._axes.get(name, 0))
+        return self._slice(value, num_microbatches, i, self._axes.get(name, 0), own)
 
-    def _slice(self, value: Any, num: int, i: int, axis: int) -> Any:
+    def _slice(self, value: Any, num: int, i: int, axis: int, own: _OwnVersions) -> Any:
         if isinstance(value, torch.Tensor):
             if value.dim() == 0:
                 return value
             size = value.shape[axis] // num
-            return value.narrow(axis, i * size, size)
+            return own.part(value.narrow(axis, i * size, size))
         if hasattr(value, "smp_slice"):
             return value.smp_slice(num, i, axis)
         if is_dict(value):
-            items = {key: self._slice(item, num, i, axis) for key, item in value.items()}
+            items = {key: self._slice(item, num, i, axis, own) for key, item in value.items()}
             return with_items(value, items)
         if isinstance(value, (list, tuple, set)):
-            parts = [self._slice(item, num, i, axis) for item in value]
+            parts = [self._slice(item, num, i, axis, own) for item in value]
             return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
         self._warn(value)
         return value

@@ -87,6 +87,41 @@ def test_parts_share_the_memory_of_the_whole() -> None:
     assert split(whole)[1].data_ptr() == whole[2:].data_ptr()
 
 
+def test_a_change_in_place_is_counted_for_its_microbatch_only() -> None:
+    tokens = torch.arange(12).view(4, 3)
+    splitter = Splitter(lambda x, y, z: None, ["z"], {})
+    calls = [args for args, _ in splitter.split((tokens[:, :-1], tokens[:, 1:], tokens), {}, 2)]
+    before = [[tensor._version for tensor in args] for args in calls]
+    calls[1][1].mul_(10)
+    after = [[tensor._version for tensor in args] for args in calls]
+    changes = [
+        [b - a for a, b in zip(*pair, strict=True)] for pair in zip(before, after, strict=True)
+    ]
+    assert changes == [[0, 0, 0], [1, 1, 0]]  # x and y of one microbatch share their memory
+    assert calls[1][0].tolist() == [[6, 70], [9, 100]]
+    assert tokens.tolist() == [[0, 1, 2], [3, 4, 5], [6, 70, 80], [9, 100, 110]]
+    assert calls[0][2] is calls[1][2] is tokens
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(4, 2, requires_grad=True),
+        torch.ones(4, 2, requires_grad=True) * 2,
+        torch.tensor([1j, 2j, 3j, 4j]).conj(),
+        torch.ones(4, 2).view(torch.int32),
+        torch.nn.Buffer(torch.ones(4, 2)),
+    ],
+    ids=["leaf", "history", "conjugate", "other dtype", "buffer"],
+)
+def test_other_tensors_are_cut_as_torch_does(tensor: torch.Tensor) -> None:
+    for part, expected in zip(split(tensor), tensor.chunk(2), strict=True):
+        assert torch.equal(part, expected)
+        assert part.requires_grad is tensor.requires_grad
+        assert (part.grad_fn is None) is (expected.grad_fn is None)
+        assert part.data_ptr() == expected.data_ptr()
+
+
 def test_positional_and_keyword_arguments_stay_what_they_are() -> None:
     splitter = Splitter(lambda model, x, *, y=None, **rest: None, (), {})
     x, y, z = torch.arange(2), torch.arange(2, 4), torch.arange(4, 6)

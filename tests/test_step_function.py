@@ -104,6 +104,56 @@ def test_a_method_is_a_step_of_its_instance(size: int, caplog: pytest.LogCapture
         assert names == ["Doubling 2"] * 2
 
 
+class Shifting(nn.Module):
+    """Changes its input in place, and saves it for its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = chain()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x.sub_(0.5))
+        return out
+
+
+def shifted_loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Changes the targets in place as well."""
+    y[y < 0] = 0.0
+    return nn.functional.mse_loss(model(x), y)
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("size", [1, 2])
+def test_arguments_may_be_changed_in_place(size: int) -> None:
+    def data() -> list[Tensor]:
+        torch.manual_seed(2)
+        return [torch.randn(4, WIDTH), torch.randn(4, WIDTH)]
+
+    def body() -> Any:
+        smp.init({"pipeline_parallel_degree": size, "microbatches": 2})
+        model = smp.DistributedModel(Shifting())
+
+        @smp.step
+        def step(model: Any, x: Tensor, y: Tensor) -> Tensor:
+            loss = shifted_loss(model, x, y)
+            model.backward(loss)
+            return loss
+
+        losses = step(model, *data()).concat()
+        return losses, {name: p.grad for name, p in model.local_named_parameters()}
+
+    plain = Shifting()
+    losses = []
+    for x, y in zip(*(tensor.chunk(2) for tensor in data()), strict=True):
+        losses.append(shifted_loss(plain, x.clone(), y.clone()))
+        (losses[-1] / 2).backward()
+    gradients: dict[str, Tensor] = {}
+    for rank_losses, rank_gradients in run_world(size, body):
+        torch.testing.assert_close(rank_losses, torch.stack(losses).detach())
+        gradients |= rank_gradients
+    torch.testing.assert_close(gradients, {n: p.grad for n, p in plain.named_parameters()})
+
+
 @pytest.mark.world
 def test_a_step_may_return_shapes() -> None:
     def body() -> Any:
