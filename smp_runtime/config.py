@@ -230,7 +230,7 @@ def load_config(source: Source, environ: Mapping[str, str]) -> Config:
         ConfigError: a setting is unknown, out of range, or in conflict with another one.
         NotSupportedError: a setting asks for a feature that does not exist yet.
     """
-    given = _read(Path(source)) if isinstance(source, str | Path) else dict(source or {})
+    given = _given(source)
     try:
         override = json.loads(environ.get(ENVIRONMENT_VARIABLE) or "{}")
     except (ValueError, RecursionError) as error:
@@ -239,6 +239,18 @@ def load_config(source: Source, environ: Mapping[str, str]) -> Config:
         raise ConfigError(f"{ENVIRONMENT_VARIABLE} must hold a JSON object, not {override!r}")
     given = _for_layout(given, environ.get("WORLD_SIZE"))
     return Config(**_named_once(given) | _named_once(override))
+
+
+def _given(source: Source) -> dict[str, Any]:
+    """Returns the settings that a script gives, in whatever form."""
+    if isinstance(source, str | Path):
+        return _read(Path(source))
+    if source is None or isinstance(source, Mapping):
+        return dict(source or {})
+    raise ConfigError(
+        f"{source!r} is no configuration: pass the settings as a dict, like "
+        '{"microbatches": 4}, the path of a YAML or JSON file, or nothing'
+    )
 
 
 def _for_layout(given: dict[str, Any], num_ranks: str | None) -> dict[str, Any]:
@@ -267,7 +279,19 @@ def _read(path: Path) -> dict[str, Any]:
         content = content["smp"]
     if content is not None and not isinstance(content, dict):
         raise ConfigError(f"{path} must map settings to values, like `microbatches: 4`")
+    for key, value in (content or {}).items():
+        if value is None and not _may_be_none(key):
+            raise ConfigError(f"{path}: {key} has no value: write one, or leave the line out")
     return content or {}
+
+
+def _may_be_none(key: Any) -> bool:
+    """Says whether a file may leave a key without a value.
+
+    In a script None is what an option holds that nobody gave; a file has no such options.
+    """
+    field = Config.model_fields.get(ALIASES.get(key, key))
+    return field is None or field.default is None
 
 
 def _named_once(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -294,6 +294,7 @@ def test_refuses_an_environment_that_is_no_object(text: str) -> None:
         ("d.json", '{"smp": {"seed": 1}, "train": {}}', Config(seed=1)),
         ("e.yaml", "", Config()),
         ("f.yaml", "smp:\ntrain: {steps: 10}\n", Config()),
+        ("g.yaml", "seed:\nactive_microbatches: null\nlayouts:\n", Config()),
     ],
 )
 def test_reads_files(tmp_path: Path, name: str, text: str, expected: Config) -> None:
@@ -310,6 +311,8 @@ def test_reads_files(tmp_path: Path, name: str, text: str, expected: Config) -> 
         ("c.yaml", "microbatches: [\n", "cannot understand the configuration .*c.yaml"),
         ("d.json", "{", "cannot understand the configuration .*d.json"),
         ("e.yaml", "train: {}\nmicrobatches: 2\n", "unknown setting 'train'"),
+        ("f.yaml", "pipeline_parallel_degree: null\n", "f.yaml: pipeline_.* has no value: write"),
+        ("g.json", '{"smp": {"partitions": null}}', "g.json: partitions has no value: write"),
     ],
 )
 def test_refuses_files(tmp_path: Path, name: str, text: str, message: str) -> None:
@@ -317,6 +320,13 @@ def test_refuses_files(tmp_path: Path, name: str, text: str, message: str) -> No
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_config(path, {})
+
+
+@pytest.mark.parametrize("source", [5, [1], 0, [], False, b"conf.yaml", [("microbatches", 4)]])
+def test_refuses_what_is_no_configuration(source: Any) -> None:
+    with pytest.raises(ConfigError, match=r"is no configuration: pass the settings as a dict") as e:
+        load_config(source, {})
+    assert str(e.value).startswith(repr(source))
 
 
 def test_a_missing_file_is_named() -> None:
