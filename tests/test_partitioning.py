@@ -75,6 +75,14 @@ def test_more_ranks_than_modules_names_both_numbers():
         partition(row_of_layers([1.0] * 3), 8)
 
 
+def test_more_stages_than_modules_names_both_settings():
+    wanted = r"4 stages \(pipeline_parallel_degree 2 x stages_per_rank 2\) but only 3 "
+    with pytest.raises(PartitionError, match=wanted + ".* their product at most 3$"):
+        partition(row_of_layers([1.0] * 3), 2, stages_per_rank=2)
+    with pytest.raises(PartitionError, match=r"9 stages \(.* 3 x .* 3\) but fewer .* together"):
+        partition(language_model(3), 3, stages_per_rank=3, tied="together")
+
+
 def test_glue_is_not_placed():
     make = TreeMaker()
     call = make.call()

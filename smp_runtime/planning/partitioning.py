@@ -158,20 +158,30 @@ def _best_cut(root: ModuleNode, num_stages: int, tied: Tied, budget: Budget) -> 
     if cuts:
         cheapest = min(cut.price for cut in cuts)
         return next(cut for cut in cuts if cheapest >= WORTH_OPENING * cut.price)
+    wanted, remedy = _in_settings(num_stages, budget.num_ranks or num_stages, len(atoms))
     if len(atoms) < num_stages:
-        raise PartitionError(
-            f"{num_stages} partitions but only {len(atoms)} placeable modules: use a smaller "
-            f"pipeline_parallel_degree, at most {len(atoms)}"
-        )
+        raise PartitionError(f"{wanted} but only {len(atoms)} placeable modules: {remedy}")
     if budget.limit is not None:
         raise PartitionError(
             f"no cut into {num_stages} stages keeps every stage below {budget.limit:.0f} bytes: "
             "use more ranks, fewer active_microbatches or a larger memory limit"
         )
     raise PartitionError(
-        f"{num_stages} partitions but fewer placeable modules where those that share a parameter "
+        f"{wanted} but fewer placeable modules where those that share a parameter "
         f"stay together ({len(atoms)} in all): set tied_weights to 'copy' or 'auto'"
     )
+
+
+def _in_settings(num_stages: int, num_ranks: int, most: int) -> tuple[str, str]:
+    """Says which settings ask for so many stages, and how to change them for at most `most`."""
+    if num_stages == num_ranks:
+        remedy = f"use a smaller pipeline_parallel_degree, at most {most}"
+        return f"{num_stages} partitions", remedy
+    product = f"pipeline_parallel_degree {num_ranks} x stages_per_rank {num_stages // num_ranks}"
+    remedy = (
+        f"use a smaller stages_per_rank or pipeline_parallel_degree, their product at most {most}"
+    )
+    return f"{num_stages} stages ({product})", remedy
 
 
 def _cut(
