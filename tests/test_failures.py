@@ -148,7 +148,29 @@ def test_exception_in_backward(position: int) -> None:
     outcomes = outcomes_of(2, body)
     owner = position * 2 // 4
     expect_on_every_rank(outcomes, "ValueError: boom in backward", f"rank {owner}, step 1")
-    expect_on_every_rank(outcomes, "microbatch 2", f"[{owner}B2]")
+    modules = ["0, 1", "2, 3"][owner]
+    expect_on_every_rank(outcomes, f"microbatch 2, at the backward pass of {modules}: ValueError")
+    expect_on_every_rank(outcomes, f"[{owner}B2]")
+
+
+def test_exception_in_the_backward_of_many_modules() -> None:
+    def body() -> None:
+        train(start(2, stack(FragileBackward(), 7, length=10)), batch())
+
+    expect_on_every_rank(outcomes_of(2, body), "at the backward pass of 5 to 9, 5 modules: ")
+
+
+def test_exception_in_the_backward_of_the_loss() -> None:
+    @smp.step
+    def step(model: Any, x: Tensor) -> None:
+        h = model(x)
+        h.register_hook(lambda gradient: gradient.reshape(0))
+        model.backward(h.square().mean())
+
+    def body() -> None:
+        step(start(1, stack(Block(), 0)), batch())
+
+    expect_on_every_rank(outcomes_of(1, body), "at the backward pass, after ")
 
 
 def test_exception_in_the_loss() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,9 @@ from .segments import run_backward
 
 if TYPE_CHECKING:
     from .body import Body
+
+_MOST_NAMES = 4
+"""A failure is said to be in so many modules by their names, in more by the first and last."""
 
 
 class BackwardPass:
@@ -86,6 +89,30 @@ class BackwardPass:
         scaled: torch.Tensor = gradient * self._loss_scale
         return gradient if self._loss_scale == 1.0 else scaled
 
+    @contextmanager
+    def _naming(self, depth: int) -> Iterator[None]:
+        """Says of a failure which modules' backward it came in; the path ends at the loss."""
+        try:
+            yield
+        except Exception:
+            modules = self._modules_at(depth)
+            what = f" of {modules}" if modules else f", after {self._body.last_origin}"
+            self._body.last_origin = f"the backward pass{what}"
+            raise
+
+    def _modules_at(self, depth: int) -> str:
+        """Lists the modules of this rank whose backward a segment is, as far as is known."""
+        body = self._body
+        stage = body.stage_at(depth)
+        own = [
+            placed.path or "the model"
+            for placed in body.engine.ownership.placed.values()
+            if placed.owner == body.rank and placed.stage == stage
+        ]
+        if len(own) > _MOST_NAMES:
+            return f"{own[0]} to {own[-1]}, {len(own)} modules"
+        return ", ".join(own)
+
     def _run_segment(self, depth: int, loss: list[tuple[Any, torch.Tensor]]) -> None:
         body = self._body
         segment = body.segments.pop(depth)
@@ -115,7 +142,7 @@ class BackwardPass:
             if gradient is not None:
                 edges.append(root.edge)
                 gradients.append(gradient)
-        with self._recomputing(), body.computing():
+        with self._recomputing(), body.computing(), self._naming(depth):
             run_backward(edges, gradients)
         for leaf in segment.leaves:
             if leaf.source == body.rank:
