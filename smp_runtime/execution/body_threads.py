@@ -21,6 +21,7 @@ import torch
 from .. import device
 from .body import set_current_body
 from .clock import Clock
+from .entries import Entries
 from .reports import Reports
 from .rng import HostRandomState
 from .runs import Abandoned, Run
@@ -116,6 +117,11 @@ class BodyThreads:
         """Notes what modules keep now that a body stops."""
         run.kept = self._reports.kept_attributes()
         run.entries.note()
+
+    def forget(self, run: Run) -> None:
+        """Frees what modules kept when a body ended, as nobody will go on from there."""
+        run.kept = []
+        run.entries = Entries()
 
     def watch(self, run: Run) -> None:
         """Watches what modules keep from now on, as a body begins or goes on."""

@@ -353,6 +353,9 @@ class Engine:
         run.result, run.addresses = export(body, result, detach)
         run.unsettled = settle(body)
         self._threads.note(run)
+        following = self.runs[body.microbatch + 1 : body.microbatch + 2]
+        if any(each.state != "new" for each in following):
+            self._threads.forget(run)
         run.num_done = len(run.path)
 
     # -- the main thread ---------------------------------------------------------------------
