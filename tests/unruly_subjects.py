@@ -241,6 +241,23 @@ class RunningStatistic(nn.Module):
         return x + self.mean
 
 
+class Counting(nn.Module):
+    """Counts its calls, at both ends of children on several ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.register_buffer("begun", torch.zeros(()))
+        self.register_buffer("ended", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.begun += 1
+        for block in self.blocks:
+            x = block(x)
+        self.ended += 1
+        return x
+
+
 class Context:
     """What a parent tells its children beside their arguments."""
 
@@ -378,4 +395,5 @@ UNRULY_SUBJECTS = (
     Subject("cache_and_options", WithCache),
     Subject("stopped_gradients", Gradients),
     Subject("shared_context", SharedContext),
+    Subject("counting", Counting),
 )

@@ -247,8 +247,13 @@ class Body:
         """Remembers the value of a tensor that is not of this body alone."""
         self._static[id(tensor)] = value
         self._kept_alive.append(tensor)
-        self.engine.ownership.note_read(tensor, self.step, self.microbatch)
         return value
+
+    def note_uses(self, operands: Iterable[Operand]) -> None:
+        """Notes that values of parameters and buffers are used as they are now."""
+        for tensor, value in operands:
+            if value is not None and id(tensor) in self._static:
+                self.engine.ownership.note_read(tensor, self.step, self.microbatch)
 
     def new_value(
         self, owner: int, meta: TensorMeta, depth: int, origin: str, cell: Cell | None = None

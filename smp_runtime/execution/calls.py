@@ -76,6 +76,7 @@ class Call:
         """Runs the call on its rank and hands out the same things on every rank."""
         body, placed = self.body, self.placed
         pending = body.copies.move(self.operands, placed.owner)
+        body.note_uses(self.operands)
         number = body.next_number(placed.path)
         key = self._key()
         if placed.owner != body.rank:

@@ -52,6 +52,9 @@ _MIRRORED: dict[Any, Callable[..., Any]] = {
 }
 
 
+_SUMS = frozenset([torch.Tensor.add_, torch.Tensor.__iadd__, torch.Tensor.sub_])
+
+
 class _Elsewhere:
     """What `grad_fn` is where a tensor's history is on another rank.
 
@@ -281,6 +284,7 @@ class _Operation:
             used, out = self._compute()
         elif draws(self.func):
             self.body.streams.skip_draw()
+        self._note_uses()
         if not self.effect.known:
             return self._ask(used, out)
         reals = list(iter_tensors(out)) if is_here else []
@@ -317,6 +321,11 @@ class _Operation:
                 with body.streams.draw():
                     return used, self.func(*args, **kwargs)
             return used, self.func(*args, **kwargs)
+
+    def _note_uses(self) -> None:
+        """Notes which parameters and buffers it took as they were; a sum has no order."""
+        summed = {index for index, _ in self.effect.changed} if self.func in _SUMS else ()
+        self.body.note_uses(each for i, each in enumerate(self.operands) if i not in summed)
 
     def _note_changes(
         self, changed: Sequence[tuple[int, TensorMeta]], used: list[torch.Tensor]
