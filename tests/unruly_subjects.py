@@ -254,7 +254,7 @@ class Counting(nn.Module):
         self.begun += 1
         for block in self.blocks:
             x = block(x)
-        self.ended += 1
+        self.ended -= 1
         return x
 
 

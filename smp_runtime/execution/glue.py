@@ -52,7 +52,9 @@ _MIRRORED: dict[Any, Callable[..., Any]] = {
 }
 
 
-_SUMS = frozenset([torch.Tensor.add_, torch.Tensor.__iadd__, torch.Tensor.sub_])
+_SUMS = frozenset(
+    [torch.Tensor.add_, torch.Tensor.__iadd__, torch.Tensor.sub_, torch.Tensor.__isub__]
+)
 
 
 class _Elsewhere:
